@@ -1,0 +1,23 @@
+# Checks of arguments, done once, at the edge. Everything below them is unchecked.
+
+from cpython.long cimport PyLong_AsLongLongAndOverflow
+from libc.stdint cimport int64_t
+
+
+cdef inline int64_t integer(
+    object value, str name, int64_t minimum, int64_t maximum
+) except? -1:
+    """``value`` as an int64 in ``[minimum, maximum]``, or an error naming both."""
+    cdef int overflow = 0
+    cdef int64_t number
+    if type(value) is not int:
+        try:
+            value = value.__index__()
+        except AttributeError:
+            raise TypeError(
+                f"{name} must be an integer, got {value!r} of type {type(value).__name__}"
+            ) from None
+    number = PyLong_AsLongLongAndOverflow(value, &overflow)
+    if overflow or number < minimum or number > maximum:
+        raise ValueError(f"{name} must be between {minimum} and {maximum}, got {value}")
+    return number

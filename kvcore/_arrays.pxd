@@ -1,0 +1,64 @@
+# Memory for the arrays that kvcore owns and shows without a copy. A module that
+# cimports this calls numpy's import_array() itself.
+#
+# C calls only: no Python code runs in here, so a public call that grows an array is
+# still one step to every other thread.
+
+cimport numpy as cnp
+from cpython.ref cimport Py_INCREF
+from libc.stdint cimport int32_t, int64_t, uintptr_t
+
+cdef enum:
+    ALIGNMENT = 64  # bytes: a cache line, and what zero-copy consumers ask for
+
+
+cdef inline cnp.ndarray aligned_zeros(int ndim, cnp.npy_intp *shape, int typenum, int itemsize):
+    """Zeros in C order, 64-byte aligned.
+
+    Large arrays cost no memory until they are written: the system gives zero pages.
+    """
+    cdef cnp.npy_intp size = ALIGNMENT
+    cdef cnp.npy_intp cells = itemsize
+    cdef int axis
+    for axis in range(ndim):
+        if shape[axis] and cells > <cnp.npy_intp>(2**62) // shape[axis]:
+            raise MemoryError(f"an array of shape {[shape[i] for i in range(ndim)]}")
+        cells *= shape[axis]
+    size += cells
+    raw = cnp.PyArray_ZEROS(1, &size, cnp.NPY_UINT8, 0)
+    cdef uintptr_t start = <uintptr_t>cnp.PyArray_DATA(raw)
+    start += -start % ALIGNMENT
+    array = cnp.PyArray_SimpleNewFromData(ndim, shape, typenum, <void *>start)
+    Py_INCREF(raw)  # PyArray_SetBaseObject takes the reference over
+    cnp.PyArray_SetBaseObject(array, raw)
+    return array
+
+
+cdef inline cnp.ndarray int32_zeros(cnp.npy_intp count):
+    return aligned_zeros(1, &count, cnp.NPY_INT32, sizeof(int32_t))
+
+
+cdef inline cnp.ndarray int64_zeros(cnp.npy_intp count):
+    return aligned_zeros(1, &count, cnp.NPY_INT64, sizeof(int64_t))
+
+
+cdef inline cnp.ndarray int32_table(cnp.npy_intp rows, cnp.npy_intp columns):
+    cdef cnp.npy_intp[2] shape
+    shape[0] = rows
+    shape[1] = columns
+    return aligned_zeros(2, shape, cnp.NPY_INT32, sizeof(int32_t))
+
+
+cdef inline cnp.ndarray read_only(cnp.ndarray array):
+    """A view of the same memory that refuses writes."""
+    cdef cnp.ndarray view = array.view()
+    cnp.PyArray_CLEARFLAGS(view, cnp.NPY_ARRAY_WRITEABLE)
+    return view
+
+
+cdef inline int32_t *int32_data(cnp.ndarray array) noexcept:
+    return <int32_t *>cnp.PyArray_DATA(array)
+
+
+cdef inline int64_t *int64_data(cnp.ndarray array) noexcept:
+    return <int64_t *>cnp.PyArray_DATA(array)

@@ -1,0 +1,104 @@
+# One manager's sequences: a row each in the table slab, over a pool of blocks.
+#
+#   tables    int32[rows, columns]  row r begins with the blocks of its sequence
+#   lengths   int32[rows]           its tokens; -1 while no sequence has the row
+#   mirrored  int32[rows]           leading cells that drain_changes has reported and
+#                                   that have not changed since
+#   spare     int32[num_spare]      rows that no sequence has, used last in first out
+#
+# A row holds ceil(length / block_size) blocks, so their number is not stored.
+# A block stands in the same column of every table that has it, and two tables that
+# agree in one column agree in all columns before it: blocks are shared by fork and
+# reorder, which share everything from column 0 on, and a cell changes only while it
+# is a table's last.
+#
+# The C interface is the functions at the end: cimport them for a loop of your own.
+# They check nothing and need the GIL, or whatever else keeps other threads away. It
+# is rebuilt with each minor release: compile against the version that you run.
+
+cimport numpy as cnp
+from libc.stdint cimport int32_t, int64_t, uint64_t
+
+from kvcore.pool cimport BlockPool, pool_t
+
+
+cdef class BlockManager:
+    cdef readonly BlockPool pool
+    cdef pool_t *blocks
+    cdef int32_t *tables
+    cdef int32_t *lengths_by_row
+    cdef int32_t *mirrored
+    cdef int64_t *counts
+    cdef int64_t num_columns
+    cdef int32_t num_rows
+    cdef int32_t block_size_
+    cdef int32_t shift
+    cdef uint64_t reciprocal
+
+    cdef int64_t version  # of the assignment of rows
+    cdef int32_t num_spare
+    cdef int32_t *spare
+    cdef dict rows_by_seq
+
+    # References dropped while a step was in flight, oldest first, each with the newest
+    # step issued when it was dropped.
+    cdef int64_t steps_issued
+    cdef int64_t steps_settled
+    cdef int64_t num_fenced
+    cdef int64_t fence_capacity
+    cdef int32_t *fenced
+    cdef int64_t *fenced_until
+
+    cdef int64_t generation  # of the arrays below
+    cdef cnp.ndarray table_array, length_array, mirrored_array, spare_array
+    cdef cnp.ndarray count_array, fenced_array, fenced_until_array, pair_array
+    cdef cnp.ndarray table_view, length_view, count_view
+    cdef object __weakref__
+
+    cdef int32_t find(self, seq) except -1
+    cdef cnp.ndarray find_all(self, list seqs)
+    cdef int32_t bind(self, seq, str name) except -1
+    cdef int unbind(self, seq, int32_t row) except -1
+    cdef int grow(self, int64_t rows, int64_t columns) except -1
+    cdef inline int prepare_append(self, int32_t row, int64_t n_tokens) except -1
+    cdef int prepare_append_batch(self, const int32_t *rows, cnp.npy_intp count) except -1
+    cdef cnp.ndarray copies(self, cnp.npy_intp count)
+    cdef int reserve_fence(self, int64_t references) except -1
+    cdef int out_of_blocks(self, int64_t needed) except -1
+
+
+cdef inline int32_t full_blocks(BlockManager manager, int32_t n_tokens) noexcept nogil:
+    """``n_tokens // block_size`` for 0 <= n_tokens < 2**31, without a division.
+
+    The divisor is fixed for the manager's life, so multiplying by its rounded-up
+    reciprocal is exact for 31-bit numbers (Granlund and Montgomery, PLDI 1994).
+    """
+    return <int32_t>((<uint64_t>n_tokens * manager.reciprocal) >> manager.shift)
+
+
+cdef inline int32_t blocks_for(BlockManager manager, int32_t n_tokens) noexcept nogil:
+    """``ceil(n_tokens / block_size)``: the blocks of a table of that many tokens."""
+    cdef int32_t full = full_blocks(manager, n_tokens)
+    return full + (n_tokens - full * manager.block_size_ > 0)
+
+
+cdef inline int32_t *table_of(BlockManager manager, int32_t row) noexcept nogil:
+    return manager.tables + row * manager.num_columns
+
+
+# Blocks that can be taken now.
+cdef int32_t available(BlockManager manager) noexcept nogil
+
+# Row of a live sequence; KeyError otherwise.
+cdef int32_t row_of(BlockManager manager, seq) except -1
+
+# Make room for n_tokens more tokens of a row: call it before their append_row.
+# MemoryError or ValueError, and nothing changed.
+cdef int reserve(BlockManager manager, int32_t row, int64_t n_tokens) except -1
+
+# The slot of one new token, or -1 if that takes a block and none is available.
+# *copy_source is set to the block to copy from, or -1; the destination is the slot's
+# block. Needs: a live row, reserve.
+cdef int64_t append_row(
+    BlockManager manager, int32_t row, int32_t *copy_source
+) noexcept nogil

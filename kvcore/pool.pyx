@@ -1,0 +1,341 @@
+"""The physical blocks: free list, ref counts, idle list. Layout: ``pool.pxd``."""
+
+cimport cython
+cimport numpy as cnp
+from libc.stdint cimport int32_t
+
+import numpy as np
+
+from kvcore._arguments cimport integer
+from kvcore._arrays cimport int32_data, int32_zeros, int64_data, int64_zeros, read_only
+
+from kvcore.errors import InvariantError, OutOfBlocks
+
+cnp.import_array()
+
+__all__ = ["BlockPool"]
+
+MAX_BLOCKS = 2**31 - 2  # the sentinel of the idle list is the id after the last
+
+
+@cython.final
+cdef class BlockPool:
+    """The physical blocks: who is free, who is held how often, who may be evicted.
+
+    Every block is in exactly one state:
+
+    ========== ============================================================
+    used       its ref count is above 0
+    evictable  ref count 0, but its content was marked with ``keep``
+    free       ref count 0, content worthless
+    ========== ============================================================
+
+    ``free + evictable + used == num_blocks``. A fresh pool hands out 0, 1, 2, …;
+    freed blocks go to the back and come out oldest first; evictable blocks are
+    taken only when no free one is left, least recently released first.
+
+    Managers hold blocks through their tables. A reference that Python code takes
+    here itself (``take``, ``retain``) is a *pin*: the pool remembers how many pins
+    a block has, so ``release`` can only give back what was taken here and never a
+    table's reference.
+
+    Parameters
+    ----------
+    num_blocks : int
+        At least 1.
+
+    Raises
+    ------
+    TypeError, ValueError
+        ``num_blocks`` is no integer, or out of range.
+    """
+
+    def __cinit__(self, num_blocks):
+        cdef int32_t count = integer(num_blocks, "num_blocks", 1, MAX_BLOCKS)
+        cdef int32_t block
+        self.ref_array = int32_zeros(count)
+        self.ring_array = int32_zeros(count)
+        self.ref_view = read_only(self.ref_array)
+        self.holders = []
+        self.state.num_blocks = count
+        self.state.num_free = count
+        self.state.ref = int32_data(self.ref_array)
+        self.state.ring = int32_data(self.ring_array)
+        for block in range(count):
+            self.state.ring[block] = block
+
+    cdef int allocate_links(self) except -1:
+        cdef int32_t sentinel = self.state.num_blocks
+        cdef cnp.ndarray after = int32_zeros(<cnp.npy_intp>sentinel + 1)
+        cdef cnp.ndarray before = int32_zeros(<cnp.npy_intp>sentinel + 1)
+        cdef int32_t block
+        self.link_arrays = (after, before)
+        self.state.previous = int32_data(before)
+        self.state.next = int32_data(after)
+        for block in range(sentinel):
+            self.state.next[block] = UNMARKED
+        self.state.next[sentinel] = self.state.previous[sentinel] = sentinel
+        return 0
+
+    cdef int allocate_pins(self) except -1:
+        self.pin_array = int32_zeros(self.state.num_blocks)
+        self.pin_counts = int32_data(self.pin_array)
+        return 0
+
+    @property
+    def num_blocks(self):
+        return self.state.num_blocks
+
+    @property
+    def num_free(self):
+        return self.state.num_free
+
+    @property
+    def num_evictable(self):
+        return self.state.num_evictable
+
+    @property
+    def num_used(self):
+        return self.state.num_blocks - available_blocks(&self.state)
+
+    @property
+    def ref(self):
+        """Ref counts, int32 ``(num_blocks,)``: a live, read-only view without a copy."""
+        return self.ref_view
+
+    def __repr__(self):
+        return (
+            f"BlockPool(num_blocks={self.num_blocks}, used={self.num_used}, "
+            f"evictable={self.num_evictable}, free={self.num_free})"
+        )
+
+    @cython.critical_section
+    def take(self):
+        """Take one block, with one pin on it. O(1).
+
+        Raises ``OutOfBlocks`` when no free and no evictable block is left.
+        """
+        cdef int32_t block
+        if self.pin_counts == NULL:
+            self.allocate_pins()
+        if available_blocks(&self.state) == 0:
+            raise OutOfBlocks(1, 0)
+        block = take_block(&self.state)
+        self.pin_counts[block] = 1
+        return block
+
+    @cython.critical_section
+    def take_many(self, count, /):
+        """Take ``count`` blocks with one pin each, all or nothing. O(count).
+
+        Returns a fresh int32 array ``(count,)``. Raises ``OutOfBlocks``, or
+        ``ValueError`` for a negative count; then nothing was taken.
+        """
+        cdef cnp.npy_intp number = integer(count, "count", 0, MAX_BLOCKS)
+        cdef cnp.npy_intp i
+        cdef int32_t *out
+        if number > available_blocks(&self.state):
+            raise OutOfBlocks(number, available_blocks(&self.state))
+        if self.pin_counts == NULL:
+            self.allocate_pins()
+        cdef cnp.ndarray blocks = cnp.PyArray_EMPTY(1, &number, cnp.NPY_INT32, 0)
+        out = int32_data(blocks)
+        take_blocks(&self.state, <int32_t>number, out)
+        for i in range(number):
+            self.pin_counts[out[i]] = 1
+        return blocks
+
+    @cython.critical_section
+    def retain(self, block, /):
+        """Add a pin to a used block, or revive an evictable one with it. O(1).
+
+        ``ValueError``: out of range, or the block is free.
+        """
+        cdef int32_t b = integer(block, "block", 0, self.state.num_blocks - 1)
+        if self.pin_counts == NULL:
+            self.allocate_pins()
+        if is_evictable(&self.state, b):
+            unlink_evictable(&self.state, b, KEPT)
+        elif self.state.ref[b] == 0:
+            raise ValueError(f"block {b} is free: there is nothing to hold")
+        self.state.ref[b] += 1
+        self.pin_counts[b] += 1
+
+    @cython.critical_section
+    def release(self, block, /):
+        """Drop one pin. O(1).
+
+        The block becomes free, or evictable if it was marked with ``keep``, once
+        nobody holds it. ``ValueError``: out of range, or it has no pin.
+        """
+        cdef int32_t b = integer(block, "block", 0, self.state.num_blocks - 1)
+        if self.pin_counts == NULL or self.pin_counts[b] == 0:
+            raise ValueError(f"block {b} has no pin to release")
+        self.pin_counts[b] -= 1
+        release_block(&self.state, b)
+
+    @cython.critical_section
+    def release_many(self, blocks, /):
+        """Drop one pin for each entry of ``blocks``, in order, all or nothing. O(len).
+
+        ``blocks`` is an int32 array or a sequence of integers. A block may be
+        listed as often as it has pins; one time more is a ``ValueError`` naming it.
+        """
+        cdef cnp.ndarray listed = block_ids(blocks, self.state.num_blocks)
+        cdef int32_t *ids = int32_data(listed)
+        cdef cnp.npy_intp count = cnp.PyArray_SIZE(listed)
+        cdef cnp.npy_intp i, j
+        if count and self.pin_counts == NULL:
+            self.allocate_pins()
+        for i in range(count):
+            if self.pin_counts[ids[i]] == 0:
+                for j in range(i):
+                    self.pin_counts[ids[j]] += 1
+                raise ValueError(f"blocks: entry {i}, block {ids[i]}, has no pin left to release")
+            self.pin_counts[ids[i]] -= 1
+        for i in range(count):
+            release_block(&self.state, ids[i])
+
+    @cython.critical_section
+    def pins(self, block, /):
+        """How many pins the block has."""
+        cdef int32_t b = integer(block, "block", 0, self.state.num_blocks - 1)
+        return 0 if self.pin_counts == NULL else self.pin_counts[b]
+
+    @cython.critical_section
+    def keep(self, block, /):
+        """Mark a used block's content as wanted: it will become evictable, not free.
+
+        ``ValueError``: out of range, or not used.
+        """
+        cdef int32_t b = integer(block, "block", 0, self.state.num_blocks - 1)
+        if self.state.ref[b] == 0:
+            raise ValueError(f"block {b} is not used: it has no content to keep")
+        if self.state.next == NULL:
+            self.allocate_links()
+        self.state.next[b] = KEPT
+
+    @cython.critical_section
+    def forget(self, block, /):
+        """Undo ``keep``; an evictable block becomes free at once. O(1).
+
+        Does nothing to a block without the mark. ``ValueError``: out of range.
+        """
+        cdef int32_t b = integer(block, "block", 0, self.state.num_blocks - 1)
+        if is_evictable(&self.state, b):
+            unlink_evictable(&self.state, b, UNMARKED)
+            push_free(&self.state, b)
+        elif self.state.next != NULL:
+            self.state.next[b] = UNMARKED
+
+    @cython.critical_section
+    def is_kept(self, block, /):
+        """Whether the block carries the mark of ``keep``."""
+        cdef int32_t b = integer(block, "block", 0, self.state.num_blocks - 1)
+        return self.state.next != NULL and self.state.next[b] != UNMARKED
+
+    @cython.critical_section
+    def free_blocks(self):
+        """The free blocks in the order in which they will be taken: a copy. O(free)."""
+        cdef cnp.npy_intp count = self.state.num_free
+        cdef cnp.ndarray blocks = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT32, 0)
+        cdef int32_t i
+        for i in range(self.state.num_free):
+            int32_data(blocks)[i] = self.state.ring[ring_index(&self.state, i)]
+        return blocks
+
+    @cython.critical_section
+    def evictable_blocks(self):
+        """The evictable blocks, next victim first: a copy. O(evictable)."""
+        cdef cnp.npy_intp count = self.state.num_evictable
+        cdef cnp.ndarray blocks = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT32, 0)
+        cdef int32_t block = self.state.num_blocks
+        cdef cnp.npy_intp i
+        for i in range(count):
+            block = self.state.next[block]
+            int32_data(blocks)[i] = block
+        return blocks
+
+    @cython.critical_section
+    def check(self):
+        """Verify the whole pool and every manager on it, or raise ``InvariantError``.
+
+        O(num_blocks + table cells).
+        """
+        self.check_references()
+        self.check_places()
+
+    cdef int check_references(self) except -1:
+        """I1: every ref count is the number of references that somebody holds."""
+        # No Python code may run between the first read and the verdict: another thread
+        # would change the state under it. Hence loops in C over everything.
+        cdef cnp.ndarray held_array = int64_zeros(self.state.num_blocks)
+        cdef int64_t *held = int64_data(held_array)
+        cdef int32_t block
+        for reference in self.holders:
+            holder = reference()
+            if holder is not None:
+                holder._count_references(held_array)
+        for block in range(self.state.num_blocks):
+            if self.pin_counts != NULL:
+                if self.pin_counts[block] < 0:
+                    raise InvariantError("I4", block, f"{self.pin_counts[block]} pins")
+                held[block] += self.pin_counts[block]
+            if held[block] != self.state.ref[block]:
+                raise InvariantError(
+                    "I1", block, f"ref count {self.state.ref[block]}, holders {held[block]}"
+                )
+        return 0
+
+    cdef int check_places(self) except -1:
+        """I4: every block is in exactly the place that its ref count and mark say."""
+        cdef pool_t *pool = &self.state
+        cdef int32_t n = pool.num_blocks
+        cdef cnp.ndarray listed_array = int32_zeros(n)
+        cdef int32_t *listed = int32_data(listed_array)
+        cdef int32_t i, block, before
+        if not (
+            0 <= pool.num_free <= n
+            and 0 <= pool.num_evictable <= n - pool.num_free
+            and 0 <= pool.head < n
+        ):
+            raise InvariantError(
+                "I4", None, f"{pool.num_free} free and {pool.num_evictable} evictable of {n}"
+            )
+        for i in range(pool.num_free):
+            block = pool.ring[ring_index(pool, i)]
+            if not 0 <= block < n or listed[block]:
+                raise InvariantError("I4", block, "out of range or twice in the free list")
+            if pool.next != NULL and pool.next[block] != UNMARKED:
+                raise InvariantError("I4", block, "in the free list though its content is kept")
+            listed[block] = True
+        before = n
+        for i in range(pool.num_evictable):
+            block = pool.next[before]
+            if not 0 <= block < n or listed[block]:
+                raise InvariantError("I4", block, "out of range or in two lists")
+            if pool.previous[block] != before:
+                raise InvariantError("I4", block, "the links of the idle list disagree")
+            listed[block] = True
+            before = block
+        if pool.next != NULL and (pool.next[before] != n or pool.previous[n] != before):
+            raise InvariantError("I4", None, "the idle list is not closed")
+        for block in range(n):
+            if listed[block] != (pool.ref[block] == 0):
+                raise InvariantError(
+                    "I4", block, f"ref count {pool.ref[block]}, but "
+                    f"{'in' if listed[block] else 'not in'} a list of idle blocks"
+                )
+        return 0
+
+
+cdef cnp.ndarray block_ids(blocks, int32_t num_blocks):
+    """``blocks`` as a contiguous int32 array of ids in range, or an error."""
+    ids = np.asarray(blocks)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise TypeError(
+            f"blocks must be a 1-D sequence of integers, got {ids.dtype} of shape {ids.shape}"
+        )
+    for bound in (ids.min(), ids.max()) if ids.size else ():
+        integer(bound, "blocks: a block", 0, num_blocks - 1)
+    return np.ascontiguousarray(ids, np.int32)

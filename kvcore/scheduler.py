@@ -1,0 +1,379 @@
+"""Continuous batching over a block manager: who enters, who decodes, who yields.
+
+The rules, in the order in which a step applies them:
+
+* Admission is first come, first served. The head of the queue enters while that
+  leaves ``watermark_blocks`` free, so that the decode which follows does not at
+  once preempt what was just admitted. The first that does not fit stops the rest.
+* Every running sequence gets the slot of its next token, oldest first. Appends may
+  use the watermark.
+* When the blocks run out, the newest running sequence is preempted: its blocks are
+  taken back and it returns to the front of the queue with its prompt and all that
+  it generated, to be recomputed. The sequence that met the shortage is the victim
+  only if it is itself the newest.
+* A preempted sequence that meets an idle machine may use the watermark too. It grew
+  into those blocks, so it must be able to come back.
+
+Why it cannot hang: the oldest running sequence is never a victim while another one
+runs, so it finishes; when it is alone and the whole pool cannot hold its next token,
+it is ended with a reason; and a request that could never enter is refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from enum import Enum
+from operator import index
+from typing import NamedTuple, SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.block_manager import BlockManager
+from kvcore.errors import RequestRefused
+
+__all__ = ["Reason", "Resumed", "Scheduler", "Step", "Verdict"]
+
+_NO_COPIES = np.empty((0, 2), np.int32)
+_NO_COPIES.flags.writeable = False
+
+
+class Reason(Enum):
+    """Why a request waits, was refused, or was ended."""
+
+    BEHIND = "behind others in the queue"
+    MAX_RUNNING = "as many sequences run as are allowed"
+    BLOCKS = "too few blocks are available"
+    WATERMARK = "it fits, but would leave fewer blocks than the watermark"
+    LIVE_ID = "a live sequence has its id"
+    FITS = "it enters at the next step"
+    NEVER_FITS = "its prompt can never fit under the watermark"
+    OUTGREW_POOL = "its next token does not fit into the whole pool"
+    BAD_LENGTH = "its number of tokens is not a positive integer"
+
+
+class Verdict(NamedTuple):
+    """A reason with its numbers."""
+
+    reason: Reason
+    needed: int
+    """Blocks that it needs to run."""
+    available: int
+    """Blocks that it may use: now while it waits, ever once it is refused or ended."""
+    ahead: int = 0
+    """Requests before it in the queue."""
+
+
+class Resumed(NamedTuple):
+    """Queue entry of a preempted sequence; equal to the plain ``(seq, n_tokens)``."""
+
+    seq: Hashable
+    n_tokens: int
+    """Prompt plus everything generated so far."""
+
+
+class Step(list[Hashable]):
+    """What one step decided: the list of decoded sequences, oldest first, and more.
+
+    An engine runs ``copies`` first, then the prefills, then the decodes.
+
+    Attributes
+    ----------
+    rows, slots : ndarray
+        int32 and int64, parallel to the list: each sequence's row in
+        ``BlockManager.block_tables`` and the slot of its new token. The caller owns
+        ``slots``; ``rows`` is read-only and may be shared between steps.
+    copies : ndarray
+        int32 ``(k, 2)``: block copies ``(src, dst)`` to run before anything else, in
+        any order. No block is both a source and a destination.
+    prefills : list of (seq, n_tokens)
+        Sequences admitted in this step whose first ``n_tokens`` must be computed.
+    preempted : list
+        Sequences whose blocks were taken back; they wait again.
+    rejected : dict of seq to Verdict
+        Requests that were dropped for good in this step, and why.
+    """
+
+    __slots__ = ("copies", "preempted", "prefills", "rejected", "rows", "slots")
+
+    rows: NDArray[np.int32]
+    slots: NDArray[np.int64]
+    copies: NDArray[np.int32]
+    prefills: list[tuple[Hashable, int]]
+    preempted: list[Hashable]
+    rejected: dict[Hashable, Verdict]
+
+
+class Scheduler:
+    """First come, first served by watermark; oldest decodes first; newest yields.
+
+    Parameters
+    ----------
+    bm : BlockManager
+        Holds the blocks. Sequences that did not come through this scheduler may
+        live in it too; they are never preempted.
+    watermark_blocks : int
+        Blocks that admission must leave available.
+    max_running : int, optional
+        Most sequences that may run at once; by default only the blocks limit them.
+
+    Attributes
+    ----------
+    waiting : deque of (seq, n_tokens)
+        The queue. Appending a pair works like ``add``, except that a pair that
+        cannot run is reported in ``Step.rejected`` instead of raising.
+    running : list
+        Running sequences in order of admission.
+
+    Notes
+    -----
+    A step costs one batch append over the running sequences and, while the set of
+    them does not change, a few microseconds of Python on top.
+    """
+
+    def __init__(
+        self,
+        bm: BlockManager,
+        watermark_blocks: SupportsIndex = 1,
+        *,
+        max_running: SupportsIndex | None = None,
+    ) -> None:
+        if not isinstance(bm, BlockManager):
+            raise TypeError(f"bm must be a BlockManager, got {bm!r}")
+        self.bm = bm
+        self.watermark_blocks = _at_least(watermark_blocks, 0, "watermark_blocks")
+        if self.watermark_blocks >= bm.num_blocks:
+            raise ValueError(
+                f"watermark_blocks is {self.watermark_blocks}, which no request can leave "
+                f"free in a pool of {bm.num_blocks} blocks"
+            )
+        self.max_running = None if max_running is None else _at_least(max_running, 1, "max_running")
+        self.waiting: deque[tuple[Hashable, int]] = deque()
+        self.running: list[Hashable] = []
+        # The rows of `running` as it was when they were last looked up.
+        self._rows = bm.rows([])
+        self._rows_of: list[Hashable] = []
+        self._rows_version = bm.rows_version
+
+    def add(self, seq: Hashable, n_tokens: SupportsIndex) -> None:
+        """Queue a request whose prompt has ``n_tokens`` tokens. O(1).
+
+        Raises
+        ------
+        RequestRefused
+            The prompt needs more than ``num_blocks - watermark_blocks`` blocks.
+        ValueError, TypeError
+            ``n_tokens`` is below 1 or no integer, or ``seq`` is live.
+        """
+        request = (seq, _at_least(n_tokens, 1, "n_tokens"))
+        if seq in self.bm:
+            raise ValueError(f"seq {seq!r} is a live sequence already")
+        verdict = self._never(request)
+        if verdict is not None:
+            raise RequestRefused(
+                f"n_tokens is {request[1]}: {seq!r} needs {verdict.needed} blocks, "
+                f"and {verdict.available} is all it can ever get"
+            )
+        self.waiting.append(request)
+
+    def fork(
+        self, parent: Hashable, child: Hashable, n_tokens: SupportsIndex | None = None
+    ) -> None:
+        """Run ``child`` beside ``parent``, sharing its first ``n_tokens`` (default all).
+
+        The child is the newest running sequence. Raises what ``BlockManager.fork``
+        raises.
+        """
+        self.bm.fork(parent, child, n_tokens)
+        self.running.append(child)
+
+    def finish(self, seq: Hashable) -> bool:
+        """End a request, running or waiting, and release its blocks. O(running + waiting).
+
+        Returns False when no such request is here, as for a result that comes late.
+        """
+        try:
+            self.running.remove(seq)
+        except ValueError:
+            pass
+        else:
+            self.bm.free_seq(seq)
+            return True
+        for i, request in enumerate(self.waiting):
+            if request[0] == seq:
+                del self.waiting[i]
+                return True
+        return False
+
+    def abort(self, seq: Hashable) -> bool:
+        """The same exit as ``finish``, for a request whose result nobody wants any more."""
+        return self.finish(seq)
+
+    def why(self, seq: Hashable) -> Verdict:
+        """Why a waiting request waits. O(waiting). ``KeyError`` if it does not wait."""
+        for ahead, request in enumerate(self.waiting):
+            if request[0] == seq:
+                verdict = self._never(request) or self._not_now(request)
+                if ahead:
+                    return Verdict(Reason.BEHIND, verdict.needed, verdict.available, ahead)
+                return verdict
+        raise KeyError(f"no waiting request {seq!r}")
+
+    def step(self) -> Step:
+        """Admit, then give every running sequence the slot of its next token."""
+        step = Step()
+        step.prefills = []
+        step.preempted = []
+        step.rejected = {}
+        if self.waiting:
+            self._admit(step)
+        self._decode(step)
+        return step
+
+    # ------------------------------------------------------------ admission
+
+    def _admit(self, step: Step) -> None:
+        while self.waiting:
+            request = self.waiting[0]
+            seq, n_tokens = request
+            verdict = self._never(request)
+            if verdict is not None:
+                self.waiting.popleft()
+                step.rejected[seq] = verdict
+            elif self._not_now(request).reason is not Reason.FITS:
+                return
+            else:
+                self.bm.allocate(seq, n_tokens)
+                self.waiting.popleft()
+                self.running.append(seq)
+                step.prefills.append((seq, n_tokens))
+
+    def _needed(self, request: tuple[Hashable, int]) -> int:
+        """Blocks that a request must find.
+
+        A preempted one returns only when its next token has room too: otherwise it
+        would yield again to the very shortage that it made way for.
+        """
+        n_tokens = request[1] + isinstance(request, Resumed)
+        return -(-n_tokens // self.bm.block_size)
+
+    def _never(self, request: tuple[Hashable, int]) -> Verdict | None:
+        """Why the request can never run, if it cannot."""
+        num_blocks = self.bm.num_blocks
+        try:
+            _at_least(request[1], 1, "n_tokens")
+        except (TypeError, ValueError):
+            return Verdict(Reason.BAD_LENGTH, 0, num_blocks)
+        needed = self._needed(request)
+        if isinstance(request, Resumed):
+            if needed > num_blocks:
+                return Verdict(Reason.OUTGREW_POOL, needed, num_blocks)
+        elif needed > num_blocks - self.watermark_blocks:
+            return Verdict(Reason.NEVER_FITS, needed, num_blocks - self.watermark_blocks)
+        return None
+
+    def _not_now(self, request: tuple[Hashable, int]) -> Verdict:
+        """Whether the request could enter at once, were it the head of the queue."""
+        needed = self._needed(request)
+        available = self.bm.num_available
+        watermark = self.watermark_blocks
+        if isinstance(request, Resumed) and not self.running:
+            watermark = 0
+        if request[0] in self.bm:
+            reason = Reason.LIVE_ID
+        elif self.max_running is not None and len(self.running) >= self.max_running:
+            reason = Reason.MAX_RUNNING
+        elif needed > available:
+            reason = Reason.BLOCKS
+        elif needed > available - watermark:
+            reason = Reason.WATERMARK
+        else:
+            reason = Reason.FITS
+        return Verdict(reason, needed, available)
+
+    # ------------------------------------------------------------ decoding
+
+    def _decode(self, step: Step) -> None:
+        """Append to every running sequence, preempting the newest while blocks lack."""
+        rows = self._running_rows()
+        slots = np.empty(len(rows), np.int64)
+        served, copies = self.bm.append_batch(rows, slots)
+        if served < len(rows):
+            served, copies = self._decode_short(step, rows, slots, served, copies)
+            rows, slots = rows[:served], slots[:served]
+        step.extend(self.running)
+        step.rows = rows
+        step.slots = slots
+        step.copies = _NO_COPIES if copies is None else copies
+
+    def _decode_short(
+        self,
+        step: Step,
+        rows: NDArray[np.int32],
+        slots: NDArray[np.int64],
+        served: int,
+        copies: NDArray[np.int32] | None,
+    ) -> tuple[int, NDArray[np.int32] | None]:
+        """The rest of a decode that found no block for its ``served``-th sequence.
+
+        Victims come off the end of ``running``, where none has been served yet, so
+        ``rows`` stays valid for the ones before them. The sources of copies are pinned
+        until the step is whole: a victim may have been the last to hold one, and a
+        source that a later copy of the same step overwrites would copy the wrong data.
+        """
+        batches: list[NDArray[np.int32]] = []
+        pinned: list[int] = []
+        try:
+            while True:
+                if copies is not None:
+                    batches.append(copies)
+                    for source in copies[:, 0].tolist():
+                        self.bm.pin(source)
+                        pinned.append(source)
+                if served == len(self.running):
+                    break
+                self._preempt_newest(step)
+                more, copies = self.bm.append_batch(
+                    rows[served : len(self.running)], slots[served:]
+                )
+                served += more
+        finally:
+            for source in pinned:
+                self.bm.unpin(source)
+        return served, np.concatenate(batches) if batches else None
+
+    def _preempt_newest(self, step: Step) -> None:
+        """Take the newest sequence's blocks back and queue it first, to be recomputed."""
+        victim = self.running.pop()
+        request = Resumed(victim, self.bm.length(victim))
+        self.bm.free_seq(victim)
+        if step.prefills and step.prefills[-1][0] == victim:
+            step.prefills.pop()
+        verdict = self._never(request)
+        if verdict is not None:
+            step.rejected[victim] = verdict
+        else:
+            step.preempted.append(victim)
+            self.waiting.appendleft(request)
+
+    def _running_rows(self) -> NDArray[np.int32]:
+        """Rows of ``running``, looked up again only when it or any row changed."""
+        if self._rows_version != self.bm.rows_version or self._rows_of != self.running:
+            self._rows = self.bm.rows(self.running)
+            self._rows.flags.writeable = False
+            self._rows_of = self.running.copy()
+            self._rows_version = self.bm.rows_version
+        return self._rows
+
+
+def _at_least(value: SupportsIndex, minimum: int, name: str) -> int:
+    try:
+        number = index(value)
+    except TypeError:
+        raise TypeError(
+            f"{name} must be an integer, got {value!r} of type {type(value).__name__}"
+        ) from None
+    if number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {number}")
+    return number
