@@ -1,0 +1,198 @@
+"""The textbook in plain Python: a dict of lists, a list of counts, a deque of free blocks.
+
+Written for the comparison alone. It decides what kvcore decides, block id for block id, in
+the most direct Python that does so; the oracle of the tests is another program.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterable, Sequence
+
+__all__ = ["PoolExhaustedError", "ReferenceManager", "ReferencePool", "ReferenceScheduler"]
+
+
+class PoolExhaustedError(Exception):
+    """Nothing is left to take."""
+
+
+class ReferencePool:
+    """Free blocks in a deque, evictable ones in an ordered dict, counts in a list."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.free: deque[int] = deque(range(num_blocks))
+        self.evictable: OrderedDict[int, None] = OrderedDict()
+        self.ref = [0] * num_blocks
+        self.kept: set[int] = set()
+
+    def take(self) -> int:
+        """The oldest free block, else the evictable one that was released first."""
+        if self.free:
+            block = self.free.popleft()
+        elif self.evictable:
+            block, _ = self.evictable.popitem(last=False)
+            self.kept.discard(block)
+        else:
+            raise PoolExhaustedError
+        self.ref[block] = 1
+        return block
+
+    def retain(self, block: int) -> None:
+        """One more holder; an evictable block comes back to life."""
+        if self.ref[block] == 0:
+            del self.evictable[block]
+        self.ref[block] += 1
+
+    def release(self, block: int) -> None:
+        """One holder less."""
+        self.ref[block] -= 1
+        if self.ref[block] == 0:
+            if block in self.kept:
+                self.evictable[block] = None
+            else:
+                self.free.append(block)
+
+    def keep(self, block: int) -> None:
+        """Its content stays wanted after the last holder leaves."""
+        self.kept.add(block)
+
+
+class ReferenceManager:
+    """Tables and lengths by sequence id, over a pool."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.pool = ReferencePool(num_blocks)
+        self.tables: dict[Hashable, list[int]] = {}
+        self.lens: dict[Hashable, int] = {}
+
+    def allocate(self, seq: Hashable, n_tokens: int) -> None:
+        """A new table, all or nothing."""
+        if seq in self.tables:
+            raise ValueError(seq)
+        needed = (n_tokens + self.block_size - 1) // self.block_size
+        pool = self.pool
+        if needed > len(pool.free) + len(pool.evictable):
+            raise PoolExhaustedError
+        self.tables[seq] = [pool.take() for _ in range(needed)]
+        self.lens[seq] = n_tokens
+
+    def append_slot(self, seq: Hashable) -> tuple[int, int, int | None]:
+        """The slot of the next token; a shared partial block is replaced first."""
+        table = self.tables[seq]
+        length = self.lens[seq]
+        offset = length % self.block_size
+        source = None
+        if offset == 0:
+            table.append(self.pool.take())
+        elif self.pool.ref[table[-1]] > 1:
+            source = table[-1]
+            table[-1] = self.pool.take()
+            self.pool.release(source)
+        self.lens[seq] = length + 1
+        return table[-1], offset, source
+
+    def append_slots(
+        self, seq: Hashable, n_tokens: int
+    ) -> tuple[list[int], tuple[int, int] | None]:
+        """Slots of the next ``n_tokens`` tokens, and the copy they need."""
+        slots = []
+        copy = None
+        for _ in range(n_tokens):
+            block, offset, source = self.append_slot(seq)
+            slots.append(block * self.block_size + offset)
+            if source is not None:
+                copy = source, block
+        return slots, copy
+
+    def append_batch(
+        self, seqs: Iterable[Hashable], out: list[int]
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """One token for each sequence."""
+        copies = []
+        served = 0
+        for seq in seqs:
+            block, offset, source = self.append_slot(seq)
+            out[served] = block * self.block_size + offset
+            served += 1
+            if source is not None:
+                copies.append((source, block))
+        return served, copies
+
+    def truncate(self, seq: Hashable, n_tokens: int) -> None:
+        """Drop the tail."""
+        table = self.tables[seq]
+        kept = (n_tokens + self.block_size - 1) // self.block_size
+        while len(table) > kept:
+            self.pool.release(table.pop())
+        self.lens[seq] = n_tokens
+
+    def fork(self, parent: Hashable, child: Hashable) -> None:
+        """The child shares all blocks of the parent."""
+        if child in self.tables:
+            raise ValueError(child)
+        table = self.tables[parent]
+        for block in table:
+            self.pool.retain(block)
+        self.tables[child] = table[:]
+        self.lens[child] = self.lens[parent]
+
+    def reorder(self, seqs: Sequence[Hashable], parents: Sequence[Hashable]) -> None:
+        """One beam step, the way it is written without a call for it: hold, then drop."""
+        tables = [self.tables[parent][:] for parent in parents]
+        lens = [self.lens[parent] for parent in parents]
+        for table in tables:
+            for block in table:
+                self.pool.retain(block)
+        for seq, table, length in zip(seqs, tables, lens, strict=True):
+            for block in self.tables[seq]:
+                self.pool.release(block)
+            self.tables[seq] = table
+            self.lens[seq] = length
+
+    def free_seq(self, seq: Hashable) -> None:
+        """Release the blocks, last first."""
+        for block in reversed(self.tables.pop(seq)):
+            self.pool.release(block)
+        del self.lens[seq]
+
+
+class ReferenceScheduler:
+    """First come, first served; oldest decodes first; the newest yields."""
+
+    def __init__(self, manager: ReferenceManager, watermark_blocks: int = 1) -> None:
+        self.manager = manager
+        self.watermark_blocks = watermark_blocks
+        self.waiting: deque[tuple[Hashable, int]] = deque()
+        self.running: list[Hashable] = []
+
+    def finish(self, seq: Hashable) -> None:
+        """End a running request."""
+        self.running.remove(seq)
+        self.manager.free_seq(seq)
+
+    def step(self) -> list[Hashable]:
+        """Admit by watermark, then one slot for each running sequence."""
+        manager = self.manager
+        while self.waiting:
+            seq, n_tokens = self.waiting[0]
+            needed = (n_tokens + manager.block_size - 1) // manager.block_size
+            if len(manager.pool.free) - needed < self.watermark_blocks:
+                break
+            self.waiting.popleft()
+            manager.allocate(seq, n_tokens)
+            self.running.append(seq)
+        decoded = []
+        position = 0
+        while position < len(self.running):
+            seq = self.running[position]
+            try:
+                manager.append_slot(seq)
+            except PoolExhaustedError:
+                newest = self.running.pop()
+                self.waiting.appendleft((newest, manager.lens[newest]))
+                manager.free_seq(newest)
+            else:
+                decoded.append(seq)
+                position += 1
+        return decoded
