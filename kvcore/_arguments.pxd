@@ -13,7 +13,7 @@ cdef inline int64_t integer(
     if type(value) is not int:
         try:
             value = value.__index__()
-        except AttributeError:
+        except (AttributeError, TypeError):
             raise TypeError(
                 f"{name} must be an integer, got {value!r} of type {type(value).__name__}"
             ) from None

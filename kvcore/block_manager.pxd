@@ -22,18 +22,26 @@ from libc.stdint cimport int32_t, int64_t, uint64_t
 from kvcore.pool cimport BlockPool, pool_t
 
 
+# What a token that takes no block needs to find its slot. A loop works on a copy of it:
+# from the fields of the manager the compiler would load all this again after every
+# store into an array.
+cdef struct slab_t:
+    int32_t *tables
+    int32_t *lengths
+    int32_t *ref
+    int64_t num_columns
+    int32_t block_size
+    int32_t shift
+    uint64_t reciprocal
+
+
 cdef class BlockManager:
     cdef readonly BlockPool pool
     cdef pool_t *blocks
-    cdef int32_t *tables
-    cdef int32_t *lengths_by_row
+    cdef slab_t slab
     cdef int32_t *mirrored
     cdef int64_t *counts
-    cdef int64_t num_columns
     cdef int32_t num_rows
-    cdef int32_t block_size_
-    cdef int32_t shift
-    cdef uint64_t reciprocal
 
     cdef int64_t version  # of the assignment of rows
     cdef int32_t num_spare
@@ -62,28 +70,51 @@ cdef class BlockManager:
     cdef int grow(self, int64_t rows, int64_t columns) except -1
     cdef inline int prepare_append(self, int32_t row, int64_t n_tokens) except -1
     cdef int prepare_append_batch(self, const int32_t *rows, cnp.npy_intp count) except -1
+    cdef int64_t longest_after(self, const int32_t *rows, cnp.npy_intp count) except -1
+    cdef int too_long(self, int32_t row, int64_t n_tokens) except -1
     cdef cnp.ndarray copies(self, cnp.npy_intp count)
     cdef int reserve_fence(self, int64_t references) except -1
     cdef int out_of_blocks(self, int64_t needed) except -1
 
 
-cdef inline int32_t full_blocks(BlockManager manager, int32_t n_tokens) noexcept nogil:
+cdef inline int32_t full_blocks(const slab_t *slab, int32_t n_tokens) noexcept nogil:
     """``n_tokens // block_size`` for 0 <= n_tokens < 2**31, without a division.
 
     The divisor is fixed for the manager's life, so multiplying by its rounded-up
     reciprocal is exact for 31-bit numbers (Granlund and Montgomery, PLDI 1994).
     """
-    return <int32_t>((<uint64_t>n_tokens * manager.reciprocal) >> manager.shift)
+    return <int32_t>((<uint64_t>n_tokens * slab.reciprocal) >> slab.shift)
 
 
-cdef inline int32_t blocks_for(BlockManager manager, int32_t n_tokens) noexcept nogil:
+cdef inline int32_t blocks_for(const slab_t *slab, int32_t n_tokens) noexcept nogil:
     """``ceil(n_tokens / block_size)``: the blocks of a table of that many tokens."""
-    cdef int32_t full = full_blocks(manager, n_tokens)
-    return full + (n_tokens - full * manager.block_size_ > 0)
+    cdef int32_t full = full_blocks(slab, n_tokens)
+    return full + (n_tokens - full * slab.block_size > 0)
 
 
-cdef inline int32_t *table_of(BlockManager manager, int32_t row) noexcept nogil:
-    return manager.tables + row * manager.num_columns
+cdef inline int32_t *table_of(const slab_t *slab, int32_t row) noexcept nogil:
+    return slab.tables + row * slab.num_columns
+
+
+cdef inline int32_t append_in_place(
+    const slab_t *slab, int32_t row, int32_t *offset
+) noexcept nogil:
+    """One more token in the row's last block, if that has room and no other holder.
+
+    The block and ``*offset``, or -1 and nothing changed. Needs: a live row of fewer
+    than 2**31 - 1 tokens.
+    """
+    cdef int32_t length = slab.lengths[row]
+    cdef int32_t column = full_blocks(slab, length)
+    cdef int32_t block
+    offset[0] = length - column * slab.block_size
+    if offset[0] == 0:
+        return -1
+    block = table_of(slab, row)[column]
+    if slab.ref[block] > 1:
+        return -1
+    slab.lengths[row] = length + 1
+    return block
 
 
 # Blocks that can be taken now.

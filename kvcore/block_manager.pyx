@@ -15,6 +15,9 @@ does it; it is the pool's because managers share pools.
 cimport cython
 cimport numpy as cnp
 from cpython.buffer cimport PyObject_GetBuffer
+from cpython.dict cimport PyDict_GetItemWithError
+from cpython.long cimport PyLong_AsLong
+from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memcpy
 
@@ -40,7 +43,8 @@ cnp.import_array()
 
 __all__ = ["BlockManager", "BlockTable"]
 
-MAX_TOKENS = 2**31 - 1
+cdef enum:
+    MAX_TOKENS = 2147483647  # 2**31 - 1: lengths are int32
 
 # The entries of kvcore.counters.Counter, as C constants.
 cdef enum:
@@ -57,7 +61,7 @@ cdef enum:
 
 assert NUM_COUNTERS == len(Counter)
 
-# What append_one answers instead of an offset.
+# What an append answers instead of a block.
 cdef enum:
     NO_BLOCK = -1
     NO_CELL = -2  # the slab has no column for it yet
@@ -71,6 +75,13 @@ cdef inline int32_t take(BlockManager self) noexcept nogil:
     self.counts[EVICTIONS] += self.blocks.num_free == 0
     self.counts[BLOCKS_TAKEN] += 1
     return take_block(self.blocks)
+
+
+cdef inline void take_many(BlockManager self, int32_t count, int32_t *cells) noexcept nogil:
+    """Needs: that many blocks are available."""
+    self.counts[EVICTIONS] += max(0, count - self.blocks.num_free)
+    self.counts[BLOCKS_TAKEN] += count
+    take_blocks(self.blocks, count, cells)
 
 
 cdef inline void drop(BlockManager self, const int32_t *cells, int32_t count) noexcept nogil:
@@ -89,59 +100,98 @@ cdef inline void drop(BlockManager self, const int32_t *cells, int32_t count) no
         self.num_fenced += 1
 
 
-cdef inline int32_t append_one(
-    BlockManager self, int32_t row, int32_t *block, int32_t *copy_source
-) noexcept nogil:
-    """The offset in ``*block`` of one new token, or NO_BLOCK or NO_CELL.
+cdef inline int32_t own_tail(BlockManager self, int32_t row, int32_t column) noexcept nogil:
+    """Copy on write: a fresh block for the shared one at the row's last ``column``.
 
-    ``*copy_source`` is the shared block that ``*block`` replaced, or -1.
-    Needs: a live row with fewer than MAX_TOKENS tokens, reserve_fence(1).
+    Returns the old block. The new one is taken before the old one is dropped.
+    Needs: a block is available, reserve_fence(1).
     """
-    cdef int32_t length = self.lengths_by_row[row]
-    cdef int32_t column = full_blocks(self, length)
-    cdef int32_t offset = length - column * self.block_size_
-    cdef int32_t *cell = table_of(self, row) + column
-    cdef int32_t shared
+    cdef int32_t *cell = table_of(&self.slab, row) + column
+    cdef int32_t shared = cell[0]
+    cell[0] = take(self)
+    drop(self, &shared, 1)
+    self.counts[COW_COPIES] += 1
+    self.mirrored[row] = min(self.mirrored[row], column)
+    return shared
+
+
+cdef int32_t append_with_block(
+    BlockManager self, int32_t row, int32_t *offset, int32_t *copy_source
+) noexcept nogil:
+    """The token that append_in_place has no place for: its block, or NO_BLOCK or NO_CELL.
+
+    ``*copy_source`` is the shared block that was replaced, or -1.
+    Needs: append_in_place said no; reserve_fence(1).
+    """
+    cdef int32_t length = self.slab.lengths[row]
+    cdef int32_t column = full_blocks(&self.slab, length)
+    offset[0] = length - column * self.slab.block_size
     copy_source[0] = -1
-    if offset == 0:
-        if available_blocks(self.blocks) == 0:
-            return NO_BLOCK
-        if column == self.num_columns:
-            return NO_CELL
-        cell[0] = take(self)
-    elif self.blocks.ref[cell[0]] > 1:
-        if available_blocks(self.blocks) == 0:
-            return NO_BLOCK
-        shared = cell[0]
-        cell[0] = take(self)
-        drop(self, &shared, 1)
-        copy_source[0] = shared
-        self.counts[COW_COPIES] += 1
-        self.mirrored[row] = min(self.mirrored[row], column)
-    self.lengths_by_row[row] = length + 1
-    block[0] = cell[0]
-    return offset
+    if available_blocks(self.blocks) == 0:
+        return NO_BLOCK
+    if offset[0] > 0:
+        copy_source[0] = own_tail(self, row, column)
+    elif column == self.slab.num_columns:
+        return NO_CELL
+    else:
+        table_of(&self.slab, row)[column] = take(self)
+    self.slab.lengths[row] = length + 1
+    return table_of(&self.slab, row)[column]
+
+
+cdef inline int32_t append_one(
+    BlockManager self, int32_t row, int32_t *offset, int32_t *copy_source
+) noexcept nogil:
+    """Needs: what append_in_place and append_with_block need."""
+    cdef int32_t block = append_in_place(&self.slab, row, offset)
+    copy_source[0] = -1
+    if block < 0:
+        block = append_with_block(self, row, offset, copy_source)
+    return block
+
+
+cdef inline void write_slots(
+    const slab_t *slab, int32_t row, int32_t start, int32_t stop, int64_t *out
+) noexcept nogil:
+    """Slots of the tokens ``start:stop`` of a row. Needs: it has them."""
+    cdef const int32_t *cell = table_of(slab, row) + full_blocks(slab, start)
+    cdef int32_t offset = start - full_blocks(slab, start) * slab.block_size
+    cdef int32_t i
+    for i in range(stop - start):
+        out[i] = <int64_t>cell[0] * slab.block_size + offset
+        offset += 1
+        if offset == slab.block_size:
+            offset = 0
+            cell += 1
+
+
+cdef inline bint tail_is_shared(BlockManager self, int32_t row) noexcept nogil:
+    """Whether appending to the row must copy its partial last block first."""
+    cdef int32_t length = self.slab.lengths[row]
+    cdef int32_t column = full_blocks(&self.slab, length)
+    return (
+        length > column * self.slab.block_size
+        and self.blocks.ref[table_of(&self.slab, row)[column]] > 1
+    )
 
 
 cdef inline int32_t blocks_to_append(
     BlockManager self, int32_t row, int32_t n_tokens
 ) noexcept nogil:
     """Blocks that appending ``n_tokens`` takes. Needs: the new length fits int32."""
-    cdef int32_t length = self.lengths_by_row[row]
-    cdef int32_t held = blocks_for(self, length)
-    cdef int32_t needed = blocks_for(self, length + n_tokens) - held
-    cdef bint partial = held * <int64_t>self.block_size_ > length
-    if n_tokens > 0 and partial and self.blocks.ref[table_of(self, row)[held - 1]] > 1:
-        needed += 1
-    return needed
+    cdef int32_t length = self.slab.lengths[row]
+    cdef int32_t growth = (
+        blocks_for(&self.slab, length + n_tokens) - blocks_for(&self.slab, length)
+    )
+    return growth + (n_tokens > 0 and tail_is_shared(self, row))
 
 
 cdef inline void shorten(BlockManager self, int32_t row, int32_t n_tokens) noexcept nogil:
     """Needs: 0 <= n_tokens <= length, reserve_fence for the blocks that go."""
-    cdef int32_t kept = blocks_for(self, n_tokens)
-    cdef int32_t held = blocks_for(self, self.lengths_by_row[row])
-    drop(self, table_of(self, row) + kept, held - kept)
-    self.lengths_by_row[row] = n_tokens
+    cdef int32_t kept = blocks_for(&self.slab, n_tokens)
+    cdef int32_t held = blocks_for(&self.slab, self.slab.lengths[row])
+    drop(self, table_of(&self.slab, row) + kept, held - kept)
+    self.slab.lengths[row] = n_tokens
     self.mirrored[row] = min(self.mirrored[row], kept)
 
 
@@ -159,19 +209,19 @@ cdef int32_t row_of(BlockManager manager, seq) except -1:
 cdef int reserve(BlockManager manager, int32_t row, int64_t n_tokens) except -1:
     cdef int32_t blocks
     manager.prepare_append(row, n_tokens)
-    blocks = blocks_for(manager, manager.lengths_by_row[row] + <int32_t>n_tokens)
+    blocks = blocks_for(&manager.slab, manager.slab.lengths[row] + <int32_t>n_tokens)
     return manager.grow(manager.num_rows, min(blocks, manager.blocks.num_blocks))
 
 
 cdef int64_t append_row(
     BlockManager manager, int32_t row, int32_t *copy_source
 ) noexcept nogil:
-    cdef int32_t block
-    cdef int32_t offset = append_one(manager, row, &block, copy_source)
-    if offset < 0:
+    cdef int32_t offset
+    cdef int32_t block = append_one(manager, row, &offset, copy_source)
+    if block < 0:
         return -1
     manager.counts[TOKENS_APPENDED] += 1
-    return <int64_t>block * manager.block_size_ + offset
+    return <int64_t>block * manager.slab.block_size + offset
 
 
 # ---------------------------------------------------------------- the manager
@@ -213,7 +263,7 @@ cdef class BlockManager:
 
     def __cinit__(self, num_blocks, block_size, *, pool=None, rows=64, columns=64):
         cdef int64_t blocks = integer(num_blocks, "num_blocks", 1, MAX_TOKENS - 1)
-        self.block_size_ = integer(block_size, "block_size", 1, MAX_TOKENS)
+        self.slab.block_size = integer(block_size, "block_size", 1, MAX_TOKENS)
         cdef int64_t initial_rows = integer(rows, "rows", 1, MAX_TOKENS)
         cdef int64_t initial_columns = integer(columns, "columns", 1, MAX_TOKENS)
         if pool is None:
@@ -226,10 +276,11 @@ cdef class BlockManager:
             )
         self.pool = pool
         self.blocks = &self.pool.state
-        self.shift = 31
-        while (<int64_t>1 << (self.shift - 31)) < self.block_size_:
-            self.shift += 1
-        self.reciprocal = (<uint64_t>1 << self.shift) // <uint64_t>self.block_size_ + 1
+        self.slab.ref = self.blocks.ref
+        self.slab.shift = 31
+        while (<int64_t>1 << (self.slab.shift - 31)) < self.slab.block_size:
+            self.slab.shift += 1
+        self.slab.reciprocal = (<uint64_t>1 << self.slab.shift) // <uint64_t>self.slab.block_size + 1
         self.rows_by_seq = {}
         self.count_array = int64_zeros(NUM_COUNTERS)
         self.counts = int64_data(self.count_array)
@@ -246,7 +297,7 @@ cdef class BlockManager:
             return
         self.steps_settled = self.steps_issued
         for row in range(self.num_rows):
-            if self.lengths_by_row[row] > 0:
+            if self.slab.lengths[row] > 0:
                 shorten(self, row, 0)
         if self.num_fenced:
             release_blocks_reversed(self.blocks, self.fenced, <int32_t>self.num_fenced)
@@ -254,10 +305,10 @@ cdef class BlockManager:
     # ------------------------------------------------------------ rows and arrays
 
     cdef int32_t find(self, seq) except -1:
-        row = self.rows_by_seq.get(seq)
-        if row is None:
+        cdef PyObject *row = PyDict_GetItemWithError(self.rows_by_seq, seq)
+        if row == NULL:
             raise KeyError(f"no live sequence {seq!r}")
-        return row
+        return PyLong_AsLong(<object>row)
 
     cdef cnp.ndarray find_all(self, list seqs):
         """The rows of all these sequences, found in one state of the manager."""
@@ -275,7 +326,7 @@ cdef class BlockManager:
         """Give ``seq`` a row. The caller commits it or takes it back with ``unbind``."""
         cdef int32_t row
         if self.num_spare == 0:
-            self.grow(2 * <int64_t>self.num_rows, self.num_columns)
+            self.grow(2 * <int64_t>self.num_rows, self.slab.num_columns)
         self.num_spare -= 1
         row = self.spare[self.num_spare]
         try:
@@ -296,7 +347,7 @@ cdef class BlockManager:
     cdef int grow(self, int64_t rows, int64_t columns) except -1:
         """Make the slab at least that large; MemoryError, and nothing changed."""
         cdef int32_t row, old_rows = self.num_rows
-        cdef int64_t old_columns = self.num_columns
+        cdef int64_t old_columns = self.slab.num_columns
         if rows <= old_rows and columns <= old_columns:
             return 0
         rows = max(rows, old_rows)
@@ -313,13 +364,13 @@ cdef class BlockManager:
         cdef cnp.ndarray table_view = read_only(tables)
         cdef cnp.ndarray length_view = read_only(lengths)
         for row in range(old_rows):
-            int32_data(lengths)[row] = self.lengths_by_row[row]
+            int32_data(lengths)[row] = self.slab.lengths[row]
             int32_data(mirrored)[row] = self.mirrored[row]
-            if self.lengths_by_row[row] > 0:
+            if self.slab.lengths[row] > 0:
                 memcpy(
                     int32_data(tables) + row * columns,
-                    table_of(self, row),
-                    blocks_for(self, self.lengths_by_row[row]) * sizeof(int32_t),
+                    table_of(&self.slab, row),
+                    blocks_for(&self.slab, self.slab.lengths[row]) * sizeof(int32_t),
                 )
         # The new rows go under the old spare ones, lowest on top of them.
         for row in range(old_rows, <int32_t>rows):
@@ -329,9 +380,9 @@ cdef class BlockManager:
             int32_data(spare)[rows - old_rows + row] = self.spare[row]
         self.num_spare += <int32_t>(rows - old_rows)
         self.num_rows = <int32_t>rows
-        self.num_columns = columns
-        self.table_array, self.tables = tables, int32_data(tables)
-        self.length_array, self.lengths_by_row = lengths, int32_data(lengths)
+        self.slab.num_columns = columns
+        self.table_array, self.slab.tables = tables, int32_data(tables)
+        self.length_array, self.slab.lengths = lengths, int32_data(lengths)
         self.mirrored_array, self.mirrored = mirrored, int32_data(mirrored)
         self.spare_array, self.spare = spare, int32_data(spare)
         self.table_view, self.length_view = table_view, length_view
@@ -373,7 +424,7 @@ cdef class BlockManager:
             ``seq`` is live, or ``n_tokens`` negative or no integer.
         """
         cdef int32_t length = integer(n_tokens, "n_tokens", 0, MAX_TOKENS)
-        cdef int32_t needed = blocks_for(self, length)
+        cdef int32_t needed = blocks_for(&self.slab, length)
         cdef int32_t row
         with cython.critical_section(self.pool):
             row = self.bind(seq, "seq")
@@ -384,19 +435,17 @@ cdef class BlockManager:
             except BaseException:
                 self.unbind(seq, row)
                 raise
-            self.counts[EVICTIONS] += max(0, needed - self.blocks.num_free)
-            self.counts[BLOCKS_TAKEN] += needed
+            take_many(self, needed, table_of(&self.slab, row))
             self.counts[SEQUENCES_ALLOCATED] += 1
             self.version += 1
-            take_blocks(self.blocks, needed, table_of(self, row))
-            self.lengths_by_row[row] = length
+            self.slab.lengths[row] = length
             self.mirrored[row] = 0
 
     def can_allocate(self, n_tokens, /, watermark=0):
         """Whether ``allocate`` of that many tokens would leave ``watermark`` blocks. O(1)."""
         cdef int32_t length = integer(n_tokens, "n_tokens", 0, MAX_TOKENS)
         cdef int64_t reserve = integer(watermark, "watermark", 0, MAX_TOKENS)
-        return available_blocks(self.blocks) - blocks_for(self, length) >= reserve
+        return available_blocks(self.blocks) - blocks_for(&self.slab, length) >= reserve
 
     def append_slot(self, seq, /):
         """The slot for one new token: ``(block, offset, cow_src)``. O(1).
@@ -416,12 +465,12 @@ cdef class BlockManager:
         with cython.critical_section(self.pool):
             row = self.find(seq)
             self.prepare_append(row, 1)
-            offset = append_one(self, row, &block, &source)
-            if offset == NO_CELL:
-                self.grow(self.num_rows, self.num_columns + 1)
-                offset = append_one(self, row, &block, &source)
-            elif offset == NO_BLOCK:
-                self.out_of_blocks(1)
+            block = append_one(self, row, &offset, &source)
+            if block < 0:
+                if block == NO_BLOCK:
+                    self.out_of_blocks(1)
+                self.grow(self.num_rows, self.slab.num_columns + 1)
+                block = append_with_block(self, row, &offset, &source)
             self.counts[TOKENS_APPENDED] += 1
             return block, offset, None if source < 0 else source
 
@@ -444,29 +493,30 @@ cdef class BlockManager:
             As ``append_slot``; ``n_tokens`` is negative or no integer.
         """
         cdef cnp.npy_intp count = integer(n_tokens, "n_tokens", 0, MAX_TOKENS)
-        cdef cnp.npy_intp i
         cdef cnp.ndarray slots
-        cdef int64_t *out
-        cdef int32_t row, block, offset, source, needed
-        cdef int32_t copied_from = -1, copied_to = -1
+        cdef int32_t row, length, held, needed, growth
+        copy = None
         with cython.critical_section(self.pool):
             row = self.find(seq)
             self.prepare_append(row, count)
+            length = self.slab.lengths[row]
+            held = blocks_for(&self.slab, length)
             needed = blocks_to_append(self, row, <int32_t>count)
             if needed > available_blocks(self.blocks):
                 self.out_of_blocks(needed)
-            self.grow(
-                self.num_rows, blocks_for(self, self.lengths_by_row[row] + <int32_t>count)
-            )
+            growth = blocks_for(&self.slab, length + <int32_t>count) - held
+            self.grow(self.num_rows, held + growth)
             slots = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT64, 0)
-            out = int64_data(slots)
-            for i in range(count):
-                offset = append_one(self, row, &block, &source)
-                out[i] = <int64_t>block * self.block_size_ + offset
-                if source >= 0:
-                    copied_from, copied_to = source, block
+            if needed > growth:
+                source = own_tail(self, row, held - 1)
+                copy = source, table_of(&self.slab, row)[held - 1]
+            take_many(self, growth, table_of(&self.slab, row) + held)
+            self.slab.lengths[row] += <int32_t>count
             self.counts[TOKENS_APPENDED] += count
-            return slots, None if copied_from < 0 else (copied_from, copied_to)
+            write_slots(
+                &self.slab, row, length, length + <int32_t>count, int64_data(slots)
+            )
+            return slots, copy
 
     def append_batch(self, cnp.ndarray rows not None, cnp.ndarray out not None, /):
         """One token for each row, in order: ``(served, copies)``. O(len(rows)).
@@ -502,6 +552,7 @@ cdef class BlockManager:
         cdef const int32_t *row = int32_data(rows)
         cdef int64_t *slots = int64_data(out)
         cdef int32_t *pairs
+        cdef slab_t slab
         check_array(rows, "rows", sizeof(int32_t), writable=False)
         check_array(out, "out", sizeof(int64_t), writable=True)
         count = cnp.PyArray_SIZE(rows)
@@ -512,17 +563,20 @@ cdef class BlockManager:
         with cython.critical_section(self.pool):
             self.prepare_append_batch(row, count)
             pairs = int32_data(self.pair_array)
+            slab = self.slab
             for i in range(count):
-                offset = append_one(self, row[i], &block, &source)
-                if offset < 0:
-                    self.counts[OUT_OF_BLOCKS] += 1
-                    count = i
-                    break
-                slots[i] = <int64_t>block * self.block_size_ + offset
-                if source >= 0:
-                    pairs[2 * num_copies] = source
-                    pairs[2 * num_copies + 1] = block
-                    num_copies += 1
+                block = append_in_place(&slab, row[i], &offset)
+                if block < 0:
+                    block = append_with_block(self, row[i], &offset, &source)
+                    if block < 0:
+                        self.counts[OUT_OF_BLOCKS] += 1
+                        count = i
+                        break
+                    if source >= 0:
+                        pairs[2 * num_copies] = source
+                        pairs[2 * num_copies + 1] = block
+                        num_copies += 1
+                slots[i] = <int64_t>block * slab.block_size + offset
             self.counts[TOKENS_APPENDED] += count
             return count, self.copies(num_copies) if num_copies else None
 
@@ -530,38 +584,48 @@ cdef class BlockManager:
         return self.pair_array[:count].copy()
 
     cdef inline int prepare_append(self, int32_t row, int64_t n_tokens) except -1:
-        if self.lengths_by_row[row] + n_tokens > MAX_TOKENS:
-            raise ValueError(
-                f"n_tokens is {n_tokens}: a sequence of {self.lengths_by_row[row]} tokens "
-                f"cannot grow past {MAX_TOKENS}"
-            )
-        return self.reserve_fence(1)
+        if self.slab.lengths[row] + n_tokens > MAX_TOKENS:
+            return self.too_long(row, n_tokens)
+        if self.steps_issued != self.steps_settled:
+            return self.reserve_fence(1)
+        return 0
+
+    cdef int too_long(self, int32_t row, int64_t n_tokens) except -1:
+        raise ValueError(
+            f"n_tokens is {n_tokens}: a sequence of {self.slab.lengths[row]} tokens "
+            f"cannot grow past {MAX_TOKENS}"
+        )
 
     cdef int prepare_append_batch(self, const int32_t *rows, cnp.npy_intp count) except -1:
-        """Check the rows, in one pass before anything changes, and make room for them.
-
-        Room for the longest row to get every token, since a row may be listed often:
-        the slab doubles when it grows, so this only moves the moment.
-        """
-        cdef int32_t longest = 0
-        cdef int64_t length
+        """Check the rows, in one pass before anything changes, and make room for them."""
+        cdef int64_t longest = 0
         cdef cnp.npy_intp i
         for i in range(count):
-            if not 0 <= rows[i] < self.num_rows or self.lengths_by_row[rows[i]] < 0:
+            if not 0 <= rows[i] < self.num_rows or self.slab.lengths[rows[i]] < 0:
                 raise ValueError(f"rows: entry {i} is {rows[i]}, which no live sequence has")
-            longest = max(longest, self.lengths_by_row[rows[i]])
-        length = longest + count
-        if length > MAX_TOKENS:
-            raise ValueError(
-                f"rows: {count} more tokens could take a sequence of {longest} tokens "
-                f"past {MAX_TOKENS}"
+            longest = max(longest, self.slab.lengths[rows[i]])
+        # A row may be listed often. Only where that could matter is it counted how often.
+        if longest + count > min(self.slab.num_columns * self.slab.block_size, MAX_TOKENS):
+            longest = self.longest_after(rows, count)
+            if longest > MAX_TOKENS:
+                raise ValueError(f"rows: a sequence cannot grow past {MAX_TOKENS} tokens")
+            self.grow(
+                self.num_rows,
+                min(blocks_for(&self.slab, <int32_t>longest), self.blocks.num_blocks),
             )
-        self.grow(
-            self.num_rows, min(blocks_for(self, <int32_t>length), self.blocks.num_blocks)
-        )
         if cnp.PyArray_DIM(self.pair_array, 0) < count:
             self.pair_array = int32_table(count, 2)
         return self.reserve_fence(count)
+
+    cdef int64_t longest_after(self, const int32_t *rows, cnp.npy_intp count) except -1:
+        """The longest of these rows once each has got a token for each time it is listed."""
+        cdef cnp.ndarray added = int64_zeros(self.num_rows)
+        cdef int64_t longest = 0
+        cdef cnp.npy_intp i
+        for i in range(count):
+            int64_data(added)[rows[i]] += 1
+            longest = max(longest, self.slab.lengths[rows[i]] + int64_data(added)[rows[i]])
+        return longest
 
     def can_append(self, seq, n_tokens=1, /):
         """Whether ``append_slots(seq, n_tokens)`` would be served now. O(1)."""
@@ -569,7 +633,7 @@ cdef class BlockManager:
         cdef int32_t row
         with cython.critical_section(self.pool):
             row = self.find(seq)
-            if self.lengths_by_row[row] + count > MAX_TOKENS:
+            if self.slab.lengths[row] + count > MAX_TOKENS:
                 return False
             return blocks_to_append(self, row, <int32_t>count) <= available_blocks(self.blocks)
 
@@ -589,11 +653,11 @@ cdef class BlockManager:
         cdef int32_t row
         with cython.critical_section(self.pool):
             row = self.find(seq)
-            if length > self.lengths_by_row[row]:
+            if length > self.slab.lengths[row]:
                 raise ValueError(
-                    f"n_tokens is {length}, but {seq!r} has {self.lengths_by_row[row]} tokens"
+                    f"n_tokens is {length}, but {seq!r} has {self.slab.lengths[row]} tokens"
                 )
-            self.reserve_fence(blocks_for(self, self.lengths_by_row[row]))
+            self.reserve_fence(blocks_for(&self.slab, self.slab.lengths[row]))
             shorten(self, row, <int32_t>length)
 
     def fork(self, parent, child, /, n_tokens=None):
@@ -619,21 +683,21 @@ cdef class BlockManager:
             try:
                 source = self.find(parent)
                 if length < 0:
-                    length = self.lengths_by_row[source]
-                elif length > self.lengths_by_row[source]:
+                    length = self.slab.lengths[source]
+                elif length > self.slab.lengths[source]:
                     raise ValueError(
                         f"n_tokens is {length}, but {parent!r} has "
-                        f"{self.lengths_by_row[source]} tokens"
+                        f"{self.slab.lengths[source]} tokens"
                     )
             except BaseException:
                 self.unbind(child, row)
                 raise
-            shared = blocks_for(self, <int32_t>length)
-            cells = table_of(self, row)
-            memcpy(cells, table_of(self, source), shared * sizeof(int32_t))
+            shared = blocks_for(&self.slab, <int32_t>length)
+            cells = table_of(&self.slab, row)
+            memcpy(cells, table_of(&self.slab, source), shared * sizeof(int32_t))
             for i in range(shared):
                 self.blocks.ref[cells[i]] += 1
-            self.lengths_by_row[row] = <int32_t>length
+            self.slab.lengths[row] = <int32_t>length
             self.mirrored[row] = 0
             self.counts[SEQUENCES_FORKED] += 1
             self.version += 1
@@ -684,23 +748,23 @@ cdef class BlockManager:
             first = int32_data(plan)
             length = first + count
             for i in range(count):
-                length[i] = self.lengths_by_row[source[i]]
-                held = blocks_for(self, self.lengths_by_row[row[i]])
-                column = min(held, blocks_for(self, length[i]))
+                length[i] = self.slab.lengths[source[i]]
+                held = blocks_for(&self.slab, self.slab.lengths[row[i]])
+                column = min(held, blocks_for(&self.slab, length[i]))
                 while (
                     column > 0
-                    and table_of(self, row[i])[column - 1]
-                    != table_of(self, source[i])[column - 1]
+                    and table_of(&self.slab, row[i])[column - 1]
+                    != table_of(&self.slab, source[i])[column - 1]
                 ):
                     column -= 1
                 first[i] = column
-                total += blocks_for(self, length[i]) - column
+                total += blocks_for(&self.slab, length[i]) - column
                 dropped += held - column
             tails = int32_zeros(total)
             tail = int32_data(tails)
             for i in range(count):
-                held = blocks_for(self, length[i]) - first[i]
-                memcpy(tail, table_of(self, source[i]) + first[i], held * sizeof(int32_t))
+                held = blocks_for(&self.slab, length[i]) - first[i]
+                memcpy(tail, table_of(&self.slab, source[i]) + first[i], held * sizeof(int32_t))
                 tail += held
             self.reserve_fence(dropped)
             # Commit: retain everything before anything is dropped.
@@ -708,12 +772,12 @@ cdef class BlockManager:
             for i in range(total):
                 self.blocks.ref[tail[i]] += 1
             for i in range(count):
-                held = blocks_for(self, self.lengths_by_row[row[i]])
-                drop(self, table_of(self, row[i]) + first[i], held - first[i])
-                held = blocks_for(self, length[i]) - first[i]
-                memcpy(table_of(self, row[i]) + first[i], tail, held * sizeof(int32_t))
+                held = blocks_for(&self.slab, self.slab.lengths[row[i]])
+                drop(self, table_of(&self.slab, row[i]) + first[i], held - first[i])
+                held = blocks_for(&self.slab, length[i]) - first[i]
+                memcpy(table_of(&self.slab, row[i]) + first[i], tail, held * sizeof(int32_t))
                 tail += held
-                self.lengths_by_row[row[i]] = length[i]
+                self.slab.lengths[row[i]] = length[i]
                 self.mirrored[row[i]] = min(self.mirrored[row[i]], first[i])
 
     def free_seq(self, seq, /):
@@ -725,10 +789,10 @@ cdef class BlockManager:
         cdef int32_t row
         with cython.critical_section(self.pool):
             row = self.find(seq)
-            self.reserve_fence(blocks_for(self, self.lengths_by_row[row]))
+            self.reserve_fence(blocks_for(&self.slab, self.slab.lengths[row]))
             self.unbind(seq, row)
             shorten(self, row, 0)
-            self.lengths_by_row[row] = -1
+            self.slab.lengths[row] = -1
             self.counts[SEQUENCES_FREED] += 1
             self.version += 1
 
@@ -790,7 +854,7 @@ cdef class BlockManager:
 
     @property
     def block_size(self):
-        return self.block_size_
+        return self.slab.block_size
 
     def __contains__(self, seq, /):
         return seq in self.rows_by_seq
@@ -811,7 +875,7 @@ cdef class BlockManager:
     def length(self, seq, /):
         """Tokens of a sequence. ``KeyError``."""
         with cython.critical_section(self.pool):
-            return self.lengths_by_row[self.find(seq)]
+            return self.slab.lengths[self.find(seq)]
 
     def table(self, seq, /):
         with cython.critical_section(self.pool):
@@ -836,32 +900,23 @@ cdef class BlockManager:
         """
         cdef int64_t first = integer(start, "start", 0, MAX_TOKENS)
         cdef int64_t last = -1
-        cdef int32_t row, column, offset
-        cdef cnp.npy_intp count, i
+        cdef int32_t row
+        cdef cnp.npy_intp count
         cdef cnp.ndarray slots
-        cdef int64_t *out
         if stop is not None:
             last = integer(stop, "stop", 0, MAX_TOKENS)
         with cython.critical_section(self.pool):
             row = self.find(seq)
             if last < 0:
-                last = self.lengths_by_row[row]
-            if not first <= last <= self.lengths_by_row[row]:
+                last = self.slab.lengths[row]
+            if not first <= last <= self.slab.lengths[row]:
                 raise ValueError(
                     f"start {first} and stop {last} must be in order within the "
-                    f"{self.lengths_by_row[row]} tokens of {seq!r}"
+                    f"{self.slab.lengths[row]} tokens of {seq!r}"
                 )
             count = last - first
             slots = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT64, 0)
-            out = int64_data(slots)
-            column = full_blocks(self, <int32_t>first)
-            offset = <int32_t>first - column * self.block_size_
-            for i in range(count):
-                out[i] = <int64_t>table_of(self, row)[column] * self.block_size_ + offset
-                offset += 1
-                if offset == self.block_size_:
-                    offset = 0
-                    column += 1
+            write_slots(&self.slab, row, <int32_t>first, <int32_t>last, int64_data(slots))
             return slots
 
     @property
@@ -932,21 +987,21 @@ cdef class BlockManager:
         shape[1] = 3
         with cython.critical_section(self.pool):
             for row in range(self.num_rows):
-                if self.lengths_by_row[row] >= 0:
-                    shape[0] += blocks_for(self, self.lengths_by_row[row]) - self.mirrored[row]
+                if self.slab.lengths[row] >= 0:
+                    shape[0] += blocks_for(&self.slab, self.slab.lengths[row]) - self.mirrored[row]
             changes = cnp.PyArray_EMPTY(2, shape, cnp.NPY_INT32, 0)
             out = int32_data(changes)
             for row in range(self.num_rows):
-                if self.lengths_by_row[row] < 0:
+                if self.slab.lengths[row] < 0:
                     continue
                 for column in range(
-                    self.mirrored[row], blocks_for(self, self.lengths_by_row[row])
+                    self.mirrored[row], blocks_for(&self.slab, self.slab.lengths[row])
                 ):
                     out[0] = row
                     out[1] = column
-                    out[2] = table_of(self, row)[column]
+                    out[2] = table_of(&self.slab, row)[column]
                     out += 3
-                self.mirrored[row] = blocks_for(self, self.lengths_by_row[row])
+                self.mirrored[row] = blocks_for(&self.slab, self.slab.lengths[row])
             return changes
 
     def gauges(self):
@@ -962,9 +1017,9 @@ cdef class BlockManager:
                 for block in range(self.blocks.num_blocks):
                     pinned += self.pool.pin_counts[block] > 0
             for row in range(self.num_rows):
-                if self.lengths_by_row[row] > 0:
-                    tokens += self.lengths_by_row[row]
-                    logical += blocks_for(self, self.lengths_by_row[row])
+                if self.slab.lengths[row] > 0:
+                    tokens += self.slab.lengths[row]
+                    logical += blocks_for(&self.slab, self.slab.lengths[row])
         return Gauges(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -1000,22 +1055,22 @@ cdef class BlockManager:
             if not 0 <= row < self.num_rows or int32_data(owned)[row]:
                 raise InvariantError("I2", None, f"spare row {row} is in use")
             int32_data(owned)[row] = True
-            if self.lengths_by_row[row] != -1:
+            if self.slab.lengths[row] != -1:
                 raise InvariantError("I2", None, f"spare row {row} has a length")
             live -= 1
         for row in range(self.num_rows):
-            length = self.lengths_by_row[row]
+            length = self.slab.lengths[row]
             if not int32_data(owned)[row] or length < -1:
                 raise InvariantError("I2", None, f"row {row} is lost, its length {length}")
             live += 1
             if length < 0:
                 continue
-            if blocks_for(self, length) > self.num_columns:
+            if blocks_for(&self.slab, length) > self.slab.num_columns:
                 raise InvariantError("I2", None, f"row {row} cannot hold {length} tokens")
-            if not 0 <= self.mirrored[row] <= blocks_for(self, length):
+            if not 0 <= self.mirrored[row] <= blocks_for(&self.slab, length):
                 raise InvariantError("I2", None, f"row {row} mirrors cells it does not have")
-            for column in range(blocks_for(self, length)):
-                block = table_of(self, row)[column]
+            for column in range(blocks_for(&self.slab, length)):
+                block = table_of(&self.slab, row)[column]
                 if not 0 <= block < num_blocks:
                     raise InvariantError("I2", block, f"no block, in row {row} column {column}")
                 held[block] += 1
@@ -1074,7 +1129,7 @@ cdef class BlockTable:
         cdef BlockManager manager = self.manager
         with cython.critical_section(manager.pool):
             row = manager.find(self.seq)
-            blocks = blocks_for(manager, manager.lengths_by_row[<int32_t>row])
+            blocks = blocks_for(&manager.slab, manager.slab.lengths[<int32_t>row])
             return manager.table_view[row, :blocks]
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):

@@ -15,10 +15,12 @@ cnp.import_array()
 
 __all__ = ["BlockPool"]
 
-MAX_BLOCKS = 2**31 - 2  # the sentinel of the idle list is the id after the last
+cdef enum:
+    MAX_BLOCKS = 2147483646  # 2**31 - 2: the idle list's sentinel is the id after the last
 
 
 @cython.final
+@cython.no_gc_clear  # managers give blocks back when they die, in a cycle with it too
 cdef class BlockPool:
     """The physical blocks: who is free, who is held how often, who may be evicted.
 
@@ -331,11 +333,15 @@ cdef class BlockPool:
 
 cdef cnp.ndarray block_ids(blocks, int32_t num_blocks):
     """``blocks`` as a contiguous int32 array of ids in range, or an error."""
-    ids = np.asarray(blocks)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-        raise TypeError(
-            f"blocks must be a 1-D sequence of integers, got {ids.dtype} of shape {ids.shape}"
+    if not isinstance(blocks, np.ndarray):
+        blocks = np.array(
+            [integer(block, "blocks: a block", 0, num_blocks - 1) for block in blocks], np.int32
         )
-    for bound in (ids.min(), ids.max()) if ids.size else ():
+    if blocks.ndim != 1 or blocks.dtype.kind not in "iu":
+        raise TypeError(
+            f"blocks must be a 1-D sequence of integers, got {blocks.dtype} "
+            f"of shape {blocks.shape}"
+        )
+    for bound in (blocks.min(), blocks.max()) if blocks.size else ():
         integer(bound, "blocks: a block", 0, num_blocks - 1)
-    return np.ascontiguousarray(ids, np.int32)
+    return np.ascontiguousarray(blocks, np.int32)
