@@ -63,7 +63,8 @@ cdef class BlockManager:
     cdef cnp.ndarray table_view, length_view, count_view
     cdef object __weakref__
 
-    cdef int32_t find(self, seq) except -1
+    cdef inline int32_t find(self, seq) except -1
+    cdef int unknown(self, seq) except -1
     cdef cnp.ndarray find_all(self, list seqs)
     cdef int32_t bind(self, seq, str name) except -1
     cdef int unbind(self, seq, int32_t row) except -1

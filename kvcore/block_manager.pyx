@@ -295,20 +295,22 @@ cdef class BlockManager:
         cdef int32_t row
         if self.table_array is None:
             return
-        self.steps_settled = self.steps_issued
-        for row in range(self.num_rows):
-            if self.slab.lengths[row] > 0:
-                shorten(self, row, 0)
-        if self.num_fenced:
-            release_blocks_reversed(self.blocks, self.fenced, <int32_t>self.num_fenced)
+        with cython.critical_section(self.pool):
+            self.steps_settled = self.steps_issued
+            for row in range(self.num_rows):
+                if self.slab.lengths[row] > 0:
+                    shorten(self, row, 0)
+            if self.num_fenced:
+                release_blocks_reversed(self.blocks, self.fenced, <int32_t>self.num_fenced)
 
     # ------------------------------------------------------------ rows and arrays
 
-    cdef int32_t find(self, seq) except -1:
+    cdef inline int32_t find(self, seq) except -1:
         cdef PyObject *row = PyDict_GetItemWithError(self.rows_by_seq, seq)
-        if row == NULL:
-            raise KeyError(f"no live sequence {seq!r}")
-        return PyLong_AsLong(<object>row)
+        return self.unknown(seq) if row == NULL else PyLong_AsLong(<object>row)
+
+    cdef int unknown(self, seq) except -1:
+        raise KeyError(f"no live sequence {seq!r}")
 
     cdef cnp.ndarray find_all(self, list seqs):
         """The rows of all these sequences, found in one state of the manager."""

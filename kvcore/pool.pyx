@@ -334,8 +334,12 @@ cdef class BlockPool:
 cdef cnp.ndarray block_ids(blocks, int32_t num_blocks):
     """``blocks`` as a contiguous int32 array of ids in range, or an error."""
     if not isinstance(blocks, np.ndarray):
+        try:
+            listed = list(blocks)
+        except TypeError:
+            raise TypeError(f"blocks must be a 1-D sequence of integers, got {blocks!r}") from None
         blocks = np.array(
-            [integer(block, "blocks: a block", 0, num_blocks - 1) for block in blocks], np.int32
+            [integer(block, "blocks: a block", 0, num_blocks - 1) for block in listed], np.int32
         )
     if blocks.ndim != 1 or blocks.dtype.kind not in "iu":
         raise TypeError(
