@@ -1,0 +1,111 @@
+"""The pool over simulated time as a picture; needs matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcore.replay import ReplayResult
+from kvcore.report import by_column
+from kvcore.trace import Trace
+
+__all__ = ["save_plot"]
+
+INK = "#30343b"
+SHARED = "#1d4e89"
+USED = "#7fb2e5"
+FREE = "#f1f3f5"
+FRAME = "#b8bec7"
+RUNNING = "#2a9d8f"
+WAITING = "#e9a13b"
+PREEMPTED = "#c8443c"
+
+# Each shows the most that was seen in its part of the time.
+COLUMNS = 400
+
+
+def save_plot(trace: Trace, result: ReplayResult, path: str | Path) -> None:
+    """Draw blocks, queues and preemptions of a replay into ``path``.
+
+    The suffix of the path chooses the format: ``.png``, ``.svg`` or ``.pdf``.
+
+    Raises
+    ------
+    ImportError
+        matplotlib is not installed; the message says how to get it.
+    OSError
+        The file cannot be written.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError as error:
+        raise ImportError(
+            "plots need matplotlib: pip install kvcore[plot]", name=error.name
+        ) from error
+
+    style: dict[Any, Any] = {
+        "axes.edgecolor": FRAME,
+        "axes.labelcolor": INK,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "font.size": 10,
+        "legend.borderaxespad": 0.2,
+        "legend.frameon": False,
+        "text.color": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+    }
+    with rc_context(style):
+        figure = Figure(figsize=(11, 7.5), layout="constrained")
+        pool, queues, preemptions = figure.subplots(
+            3, 1, sharex=True, gridspec_kw={"height_ratios": [5, 3, 1.6]}
+        )
+        figure.suptitle(
+            f"{trace.source}: {len(trace):,} requests, "
+            f"{result.num_blocks:,} blocks of {result.block_size} tokens"
+        )
+        series, end = result.series, result.simulated_seconds
+        minutes = end > 600
+        edges = np.linspace(0.0, end / 60 if minutes else end, COLUMNS + 1)
+        used, shared, running, waiting, preempted = (
+            by_column(values, series, COLUMNS, end)
+            for values in (
+                series.used, series.shared, series.running, series.waiting, series.preemptions
+            )
+        )  # fmt: skip
+
+        pool.set_facecolor(FREE)
+        pool.stairs(used, edges, fill=True, color=USED, label="used")
+        if shared.any():
+            pool.stairs(shared, edges, fill=True, color=SHARED, label="used and shared")
+        pool.fill_between([], [], color=FREE, lw=0.8, ec=FRAME, label="free")
+        watermark = result.num_blocks - result.watermark_blocks
+        pool.axhline(watermark, color=INK, lw=0.8, ls="--", label="watermark")
+        pool.set_ylim(0, result.num_blocks)
+        pool.set_ylabel("blocks")
+
+        queues.stairs(waiting, edges, baseline=None, color=WAITING, lw=1.3, label="waiting")
+        queues.stairs(running, edges, baseline=None, color=RUNNING, lw=1.3, label="running")
+        queues.set_ylim(bottom=0)
+        queues.set_ylabel("sequences")
+
+        # Wider columns: preemptions are few.
+        counts = np.diff(preempted[3::4], prepend=0)
+        preemptions.stairs(
+            counts, edges[::4], fill=True, color=PREEMPTED,
+            label=f"preemptions, {result.preemptions:,} in all",
+        )  # fmt: skip
+        preemptions.set_ylim(0, max(int(counts.max()), 1) * 1.05)
+        preemptions.set_ylabel("preemptions")
+        preemptions.set_xlim(0, max(edges[-1], 1e-9))
+        preemptions.set_xlabel(f"simulated {'minutes' if minutes else 'seconds'}")
+
+        for axes in (pool, queues, preemptions):
+            axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
+            axes.yaxis.set_major_formatter("{x:,.0f}")
+            axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4)
+        figure.savefig(path, dpi=150)

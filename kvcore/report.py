@@ -1,0 +1,203 @@
+"""What a replay found, as a table, as JSON, and as a plot of characters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcore.counters import Counter
+from kvcore.replay import ReplayResult, Series
+from kvcore.trace import Trace
+
+__all__ = ["as_json", "as_table", "as_text_plot", "by_column"]
+
+# Nine levels each, from empty to full.
+BLOCK_LEVELS = " ▁▂▃▄▅▆▇█"
+ASCII_LEVELS = " .:-=+*#@"
+
+
+def as_json(trace: Trace, result: ReplayResult) -> dict[str, Any]:
+    """Return the numbers of the table, ready for ``json.dump``.
+
+    The same for the same trace and options, except under ``"measured"``: CPU and wall
+    time of this process. Keys stay; new ones may join them.
+    """
+    count = {counter: int(result.counters[counter]) for counter in Counter}
+    return {
+        "trace": {
+            "source": trace.source,
+            "requests": len(trace),
+            "prompt_tokens": int(trace.prompt_tokens.sum()),
+            "output_tokens": int(trace.output_tokens.sum()),
+        },
+        "pool": {
+            "num_blocks": result.num_blocks,
+            "block_size": result.block_size,
+            "watermark_blocks": result.watermark_blocks,
+            "max_running": result.max_running,
+        },
+        "requests": {
+            "finished": result.finished,
+            "rejected": sum(result.rejected.values()),
+            "rejected_by_reason": {
+                reason.name.lower(): number for reason, number in result.rejected.items()
+            },
+        },
+        "work": {
+            "steps": result.steps,
+            "prefill_tokens": result.prefill_tokens,
+            "generated_tokens": result.generated_tokens,
+            "appends": count[Counter.TOKENS_APPENDED],
+            "blocks_taken": count[Counter.BLOCKS_TAKEN],
+            "forks": count[Counter.SEQUENCES_FORKED],
+            "cow_copies": count[Counter.COW_COPIES],
+            "preemptions": result.preemptions,
+            "recomputed_tokens": result.recomputed_tokens,
+        },
+        "memory": {
+            "peak_used_blocks": result.peak_used,
+            "mean_used_blocks": round(result.mean_used, 6),
+            "peak_usage": round(result.peak_used / result.num_blocks, 6),
+            "mean_usage": round(result.mean_used / result.num_blocks, 6),
+            "internal_fragmentation": round(result.internal_fragmentation, 6),
+            "sharing_ratio": round(result.sharing_ratio, 6),
+        },
+        "simulated_seconds": {
+            "total": round(result.simulated_seconds, 6),
+            "waiting": _distribution(result.waiting_seconds),
+            "time_to_first_token": _distribution(result.first_token_seconds),
+            "time_per_output_token": _distribution(result.per_token_seconds),
+        },
+        "measured": {
+            "wall_seconds": result.wall_seconds,
+            "cpu_seconds": result.cpu_seconds,
+            "manager_cpu_seconds": result.manager_seconds,
+            "manager_cpu_seconds_per_generated_token": result.manager_seconds_per_token,
+            "manager_share_of_cpu": result.manager_share,
+            "manager_share_of_simulated": result.manager_share_of_simulated,
+        },
+    }
+
+
+def _distribution(values: NDArray[np.float64]) -> dict[str, float | None]:
+    names = ("mean", "p50", "p90", "p99", "max")
+    if not values.size:
+        return dict.fromkeys(names)
+    numbers = (values.mean(), *np.quantile(values, (0.5, 0.9, 0.99, 1.0)))
+    return {name: round(float(number), 6) for name, number in zip(names, numbers, strict=True)}
+
+
+def as_table(trace: Trace, result: ReplayResult) -> str:
+    """Lay the numbers out for a reader, about 75 columns wide."""
+    document = as_json(trace, result)
+    pool, work, memory = document["pool"], document["work"], document["memory"]
+    requests, seconds = document["requests"], document["simulated_seconds"]
+    running = "" if pool["max_running"] is None else f", at most {pool['max_running']:,} running"
+    lines = [
+        f"{trace.source}: {document['trace']['requests']:,} requests, "
+        f"{document['trace']['prompt_tokens']:,} prompt tokens, "
+        f"{document['trace']['output_tokens']:,} output tokens",
+        f"pool of {pool['num_blocks']:,} blocks of {pool['block_size']} tokens, "
+        f"watermark {pool['watermark_blocks']:,}{running}",
+        "",
+        "Requests",
+        _line("finished", f"{requests['finished']:,}"),
+        _line("rejected", f"{requests['rejected']:,}"),
+        *(_line(f"  {reason.value}", f"{n:,}") for reason, n in result.rejected.items()),
+        "",
+        "Work",
+        _line("steps", f"{work['steps']:,}"),
+        _line("prompt tokens computed", f"{work['prefill_tokens']:,}"),
+        _line("tokens generated", f"{work['generated_tokens']:,}"),
+        _line("appends", f"{work['appends']:,}"),
+        _line("forks", f"{work['forks']:,}"),
+        _line("copy-on-write copies", f"{work['cow_copies']:,}"),
+        _line("preemptions", f"{work['preemptions']:,}"),
+        _line("tokens recomputed", f"{work['recomputed_tokens']:,}"),
+        "",
+        "Memory",
+        _line("peak use", f"{result.peak_used:,} blocks", f"{memory['peak_usage']:.1%}"),
+        _line("mean use", f"{result.mean_used:,.0f} blocks", f"{memory['mean_usage']:.1%}"),
+        _line("internal fragmentation", f"{result.internal_fragmentation:.2%}"),
+        _line("sharing", f"{result.sharing_ratio:.3f}", "logical blocks to a physical one"),
+        "",
+        f"Simulated seconds, {seconds['total']:,.0f} in all",
+        _line("", *(f"{name:>9}" for name in ("mean", "p50", "p90", "p99", "max"))),
+        *(
+            _line(label, *(_cell(value) for value in seconds[key].values()))
+            for label, key in (
+                ("waiting", "waiting"),
+                ("time to first token", "time_to_first_token"),
+                ("time per output token", "time_per_output_token"),
+            )
+        ),
+        "",
+        "Manager and scheduler, CPU time measured here",
+        _line("in all", f"{result.manager_seconds:.2f} s"),
+        _line("per generated token", f"{result.manager_seconds_per_token * 1e9:,.0f} ns"),
+        _line(
+            "share of this replay",
+            f"{result.manager_share:.1%}",
+            f"of {result.cpu_seconds:.2f} s CPU, {result.wall_seconds:.2f} s wall",
+        ),
+        _line(
+            "share of simulated time",
+            f"{result.manager_share_of_simulated:.3%}",
+            "of the time of the engine it would have served",
+        ),
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _line(label: str, value: str, *more: str) -> str:
+    return f"  {label:<26}{value:>16}  {'  '.join(more)}"
+
+
+def _cell(value: float | None) -> str:
+    return f"{'none' if value is None else format(value, '.3f'):>9}"
+
+
+def as_text_plot(result: ReplayResult, *, width: int = 80, ascii_only: bool = False) -> str:
+    """Draw the pool over simulated time in characters: blocks above, sequences below.
+
+    A column shows the most that was seen in its stretch of time. The row on top of the
+    area is the whole pool.
+    """
+    levels, shared_cell = (ASCII_LEVELS, "o") if ascii_only else (BLOCK_LEVELS, "▒")
+    margin, height = 18, 8
+    columns = max(width - margin, 10)
+    series, end = result.series, result.simulated_seconds
+    used = by_column(series.used, series, columns, end) * height / result.num_blocks
+    shared = by_column(series.shared, series, columns, end) * height / result.num_blocks
+    legend = f"Blocks in use ({shared_cell} shared)" if shared.any() else "Blocks in use"
+    lines = [f"{legend} over {end:,.0f} simulated seconds"]
+    for row in reversed(range(height)):
+        label = f"{result.num_blocks:,}" if row == height - 1 else "0" if row == 0 else ""
+        filled = np.rint(np.clip(used - row, 0.0, 1.0) * (len(levels) - 1)).astype(int)
+        cells = np.where(shared >= row + 0.5, shared_cell, np.array(list(levels))[filled])
+        lines.append(f"{label:>{margin - 2}} |{''.join(cells)}")
+    preempted = np.diff(by_column(series.preemptions, series, columns, end), prepend=0)
+    for name, total, values in (
+        ("running, peak", series.running.max(), by_column(series.running, series, columns, end)),
+        ("waiting, peak", series.waiting.max(), by_column(series.waiting, series, columns, end)),
+        ("preemptions", result.preemptions, preempted),
+    ):
+        # What is there at all must not round to nothing.
+        filled = np.ceil(values * ((len(levels) - 1) / max(values.max(), 1))).astype(int)
+        cells = np.array(list(levels))[filled]
+        label = f"{name} {total:,}"
+        lines.append(f"{label:>{margin - 2}} |{''.join(cells)}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def by_column(
+    values: NDArray[np.int64], series: Series, columns: int, end: float
+) -> NDArray[np.int64]:
+    """Find the highest value in each of ``columns`` equal stretches of time up to ``end``."""
+    edges = np.linspace(0.0, end, columns + 1)
+    # A stretch begins with the point that still holds then.
+    first = np.searchsorted(series.seconds, edges[:-1], side="right") - 1
+    last = np.maximum(np.searchsorted(series.seconds, edges[1:], side="left"), first + 1)
+    return np.array([values[a:b].max() for a, b in zip(first, last, strict=True)])

@@ -1,0 +1,200 @@
+"""The three forms of a report: JSON, table, plots."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvcore.plot import save_plot
+from kvcore.replay import ReplayResult, Series, replay
+from kvcore.report import as_json, as_table, as_text_plot, by_column
+from kvcore.trace import Trace
+from kvcore.workload import synthetic_trace
+
+
+@pytest.fixture(scope="module")
+def load() -> Trace:
+    trace = synthetic_trace(250, rate=8.0)
+    trace.prompt_tokens[7] = 20_000
+    return replace(trace, samples=np.full(250, 2))
+
+
+@pytest.fixture(scope="module")
+def result(load: Trace) -> ReplayResult:
+    """Everything that a report can show: samples, preemptions, a rejected request."""
+    result = replay(load, num_blocks=700, watermark_blocks=1, max_running=100)
+    assert result.preemptions
+    assert result.rejected
+    assert result.series.shared.any()
+    return result
+
+
+def leaves(document: object, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], object]:
+    if not isinstance(document, dict):
+        return {path: document}
+    return {
+        leaf: value
+        for key, below in document.items()
+        for leaf, value in leaves(below, (*path, key)).items()
+    }
+
+
+def test_the_keys_of_the_json_stay(load: Trace, result: ReplayResult) -> None:
+    """Scripts read them: rename or drop one only on purpose, and say so in the changelog."""
+    distribution = ("mean", "p50", "p90", "p99", "max")
+    expected = {
+        "trace": ("source", "requests", "prompt_tokens", "output_tokens"),
+        "pool": ("num_blocks", "block_size", "watermark_blocks", "max_running"),
+        "requests": ("finished", "rejected", "rejected_by_reason"),
+        "work": (
+            "steps", "prefill_tokens", "generated_tokens", "appends", "blocks_taken", "forks",
+            "cow_copies", "preemptions", "recomputed_tokens",
+        ),
+        "memory": (
+            "peak_used_blocks", "mean_used_blocks", "peak_usage", "mean_usage",
+            "internal_fragmentation", "sharing_ratio",
+        ),
+        "simulated_seconds": (
+            "total", "waiting", "time_to_first_token", "time_per_output_token",
+        ),
+        "measured": (
+            "wall_seconds", "cpu_seconds", "manager_cpu_seconds",
+            "manager_cpu_seconds_per_generated_token", "manager_share_of_cpu",
+            "manager_share_of_simulated",
+        ),
+    }  # fmt: skip
+    document = as_json(load, result)
+    assert {key: tuple(value) for key, value in document.items()} == expected
+    for name in expected["simulated_seconds"][1:]:
+        assert tuple(document["simulated_seconds"][name]) == distribution
+    assert document["requests"]["rejected_by_reason"] == {
+        reason.name.lower(): count for reason, count in result.rejected.items()
+    }
+
+
+def test_the_json_is_plain_and_the_same_every_time_but_for_what_is_measured(load: Trace) -> None:
+    documents = [as_json(load, replay(load, num_blocks=700, watermark_blocks=1)) for _ in range(2)]
+    for document in documents:
+        assert json.loads(json.dumps(document, allow_nan=False)) == document
+        del document["measured"]
+    assert documents[0] == documents[1]
+
+
+def test_the_json_has_the_numbers_of_the_replay(load: Trace, result: ReplayResult) -> None:
+    document = as_json(load, result)
+    assert document["requests"]["finished"] + document["requests"]["rejected"] == len(load)
+    assert document["work"]["appends"] == document["work"]["generated_tokens"]
+    assert document["work"]["preemptions"] == result.preemptions
+    assert document["memory"]["peak_usage"] == 1.0
+    waiting = document["simulated_seconds"]["waiting"]
+    assert waiting["max"] == round(float(result.waiting_seconds.max()), 6)
+    assert waiting["p50"] == round(float(np.median(result.waiting_seconds)), 6)
+
+
+def test_a_replay_without_one_admission_has_no_times(load: Trace) -> None:
+    nothing = replay(load.head(3), num_blocks=2)
+    assert nothing.finished == 0
+    document = as_json(load.head(3), nothing)
+    assert set(document["simulated_seconds"]["waiting"].values()) == {None}
+    assert "none" in as_table(load.head(3), nothing)
+    assert as_text_plot(nothing)
+
+
+def test_the_table_shows_every_number_of_the_json(load: Trace, result: ReplayResult) -> None:
+    table = as_table(load, result)
+    document = as_json(load, result)
+    for group in ("trace", "pool", "requests", "work", "simulated_seconds"):
+        for path, value in leaves(document[group]).items():
+            if path == ("blocks_taken",):
+                continue
+            if isinstance(value, float):
+                value = f"{value:,.0f}" if path == ("total",) else f"{value:,.3f}"
+            elif isinstance(value, int):
+                value = f"{value:,}"
+            assert str(value) in table, path
+    memory = document["memory"]
+    for shown in (
+        f"{memory['peak_usage']:.1%}",
+        f"{memory['mean_usage']:.1%}",
+        f"{memory['internal_fragmentation']:.2%}",
+        f"{memory['sharing_ratio']:.3f}",
+    ):
+        assert shown in table
+    assert "simulated" in table.lower()
+    assert all(reason.value in table for reason in result.rejected)
+    assert max(map(len, table.splitlines())) <= 110
+
+
+# ------------------------------------------------------------------ plots
+
+
+def test_columns_show_the_most_of_their_stretch_and_hold_the_last_point() -> None:
+    seconds = np.array([0.0, 1.0, 2.0, 9.0, 10.0])
+    values = np.array([1, 5, 3, 7, 0])
+    series = Series(seconds, *[values] * 7)
+    assert by_column(values, series, 5, 10.0).tolist() == [5, 3, 3, 3, 7]
+    assert by_column(values, series, 1, 10.0).tolist() == [7]
+    assert by_column(values[:1], Series(seconds[:1], *[values[:1]] * 7), 2, 0.0).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_the_text_plot_fits_its_width_and_its_characters(
+    result: ReplayResult, width: int, ascii_only: bool
+) -> None:
+    plot = as_text_plot(result, width=width, ascii_only=ascii_only)
+    assert plot.isascii() is ascii_only
+    assert max(map(len, plot.splitlines()[1:])) <= width
+    assert "shared" in plot
+    assert f"{result.preemptions:,}" in plot
+    assert f"peak {result.series.waiting.max():,}" in plot
+
+
+def test_the_text_plot_draws_the_height_of_the_use() -> None:
+    """Half the pool in the first half of the time, all of it in the second."""
+    points = np.array([0.0, 50.0, 100.0])
+    zero = np.zeros(3, np.int64)
+    base = replay(synthetic_trace(1), num_blocks=1_000)
+    half = replace(
+        base,
+        num_blocks=80,
+        preemptions=0,
+        simulated_seconds=100.0,
+        series=Series(points, np.array([40, 80, 0]), *[zero] * 6),
+    )
+    lines = as_text_plot(half, width=28, ascii_only=True).splitlines()
+    area = [line.partition("|")[2] for line in lines[1:9]]
+    assert area == ["     @@@@@"] * 4 + ["@@@@@@@@@@"] * 4
+    assert "shared" not in lines[0]
+
+
+def test_the_picture_is_a_png_of_its_size(
+    tmp_path: Path, load: Trace, result: ReplayResult
+) -> None:
+    image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed")
+    save_plot(load, result, tmp_path / "pool.png")
+    pixels = image.imread(tmp_path / "pool.png")
+    assert pixels.shape[:2] == (1_125, 1_650)
+    red, green, blue = (pixels[..., :3] * 255).round().astype(int).reshape(-1, 3).T
+    drawn = {f"#{colour:06x}" for colour in np.unique(red << 16 | green << 8 | blue).tolist()}
+    # Used, shared, free, running, waiting, preempted.
+    assert {"#7fb2e5", "#1d4e89", "#f1f3f5", "#2a9d8f", "#e9a13b", "#c8443c"} <= drawn
+
+
+def test_a_replay_of_nothing_can_be_drawn(tmp_path: Path, load: Trace) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    save_plot(load, replay(load.head(3), num_blocks=2), tmp_path / "pool.svg")
+    assert (tmp_path / "pool.svg").read_text().startswith("<?xml")
+
+
+def test_without_matplotlib_the_error_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, load: Trace, result: ReplayResult
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install kvcore\[plot\]"):
+        save_plot(load, result, tmp_path / "pool.png")
