@@ -201,20 +201,26 @@ def chunk() -> Mapping[str, Contender]:
 def changes() -> Mapping[str, Contender]:
     """``drain_changes`` once a step of 256 running, a sixteenth of which took a block."""
     seqs = list(range(NUM_SEQS))
-    manager = BlockManager(POOL, BLOCK_SIZE, rows=NUM_SEQS)
-    Crowd(manager, seqs, phases(NUM_SEQS, TOKENS))
-    batch_rows = manager.rows(seqs)
+    managers = [BlockManager(POOL, BLOCK_SIZE, rows=NUM_SEQS) for _ in range(8)]
+    for manager in managers:
+        Crowd(manager, seqs, phases(NUM_SEQS, TOKENS))
+        manager.drain_changes()
+    batch_rows = managers[0].rows(seqs)
     out = np.empty(NUM_SEQS, np.int64)
-    manager.drain_changes()
+
+    def one_step() -> None:
+        for manager in managers:
+            manager.append_batch(batch_rows, out)
+
     return {
         name: Contender(
             "manager.drain_changes()",
-            "_ in once",
-            {"manager": target, "once": (None,)},
-            operations=1,
-            prepare=lambda: manager.append_batch(batch_rows, out),
+            "manager in managers",
+            {"managers": targets},
+            operations=len(targets),
+            prepare=one_step if name == "kvcore" else None,
         )
-        for name, target in (("kvcore", manager), ("no-op", load("floor").Floor()))
+        for name, targets in (("kvcore", managers), ("no-op", [load("floor").Floor()] * 8))
     }
 
 
