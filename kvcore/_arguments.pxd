@@ -21,3 +21,11 @@ cdef inline int64_t integer(
     if overflow or number < minimum or number > maximum:
         raise ValueError(f"{name} must be between {minimum} and {maximum}, got {value}")
     return number
+
+
+cdef inline list items(object values, str name):
+    """``values`` as a list, or an error naming both."""
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} must be a sequence, got {values!r}") from None

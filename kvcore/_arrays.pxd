@@ -1,5 +1,6 @@
-# Memory for the arrays that kvcore owns and shows without a copy. A module that
-# cimports this calls numpy's import_array() itself.
+# Memory for the arrays that kvcore owns and shows without a copy: read-only to Python,
+# written through the pointers. A module that cimports this calls numpy's import_array()
+# itself.
 #
 # C calls only: no Python code runs in here, so a public call that grows an array is
 # still one step to every other thread.
@@ -20,6 +21,7 @@ cdef inline cnp.ndarray aligned_zeros(int ndim, cnp.npy_intp *shape, int typenum
     cdef cnp.npy_intp size = ALIGNMENT
     cdef cnp.npy_intp cells = itemsize
     cdef int axis
+    cdef cnp.ndarray raw, array
     for axis in range(ndim):
         if shape[axis] and cells > <cnp.npy_intp>(2**62) // shape[axis]:
             raise MemoryError(f"an array of shape {[shape[i] for i in range(ndim)]}")
@@ -31,6 +33,8 @@ cdef inline cnp.ndarray aligned_zeros(int ndim, cnp.npy_intp *shape, int typenum
     array = cnp.PyArray_SimpleNewFromData(ndim, shape, typenum, <void *>start)
     Py_INCREF(raw)  # PyArray_SetBaseObject takes the reference over
     cnp.PyArray_SetBaseObject(array, raw)
+    cnp.PyArray_CLEARFLAGS(raw, cnp.NPY_ARRAY_WRITEABLE)
+    cnp.PyArray_CLEARFLAGS(array, cnp.NPY_ARRAY_WRITEABLE)
     return array
 
 
@@ -47,13 +51,6 @@ cdef inline cnp.ndarray int32_table(cnp.npy_intp rows, cnp.npy_intp columns):
     shape[0] = rows
     shape[1] = columns
     return aligned_zeros(2, shape, cnp.NPY_INT32, sizeof(int32_t))
-
-
-cdef inline cnp.ndarray read_only(cnp.ndarray array):
-    """A view of the same memory that refuses writes."""
-    cdef cnp.ndarray view = array.view()
-    cnp.PyArray_CLEARFLAGS(view, cnp.NPY_ARRAY_WRITEABLE)
-    return view
 
 
 cdef inline int32_t *int32_data(cnp.ndarray array) noexcept:

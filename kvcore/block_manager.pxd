@@ -60,7 +60,6 @@ cdef class BlockManager:
     cdef int64_t generation  # of the arrays below
     cdef cnp.ndarray table_array, length_array, mirrored_array, spare_array
     cdef cnp.ndarray count_array, fenced_array, fenced_until_array, pair_array
-    cdef cnp.ndarray table_view, length_view, count_view
     cdef object __weakref__
 
     cdef inline int32_t find(self, seq) except -1

@@ -1,5 +1,5 @@
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, SupportsIndex, final
+from typing import Any, Self, SupportsIndex, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,19 +17,20 @@ class BlockTable:
     def __iter__(self) -> Iterator[int]: ...
     def __contains__(self, block: object, /) -> bool: ...
     def __eq__(self, other: object, /) -> bool: ...
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]: ...
     def tolist(self) -> list[int]: ...
 
 @final
 class BlockManager:
-    def __init__(
-        self,
+    def __new__(
+        cls,
         num_blocks: SupportsIndex,
         block_size: SupportsIndex,
         *,
         pool: BlockPool | None = None,
         rows: SupportsIndex = 64,
         columns: SupportsIndex = 64,
-    ) -> None: ...
+    ) -> Self: ...
     @property
     def num_blocks(self) -> int: ...
     @property

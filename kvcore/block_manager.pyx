@@ -25,9 +25,9 @@ from weakref import ref as weak_reference
 
 import numpy as np
 
-from kvcore._arguments cimport integer
+from kvcore._arguments cimport integer, items
 from kvcore._arrays cimport (
-    int32_data, int32_table, int32_zeros, int64_data, int64_zeros, read_only
+    int32_data, int32_table, int32_zeros, int64_data, int64_zeros
 )
 from kvcore.pool cimport (
     BlockPool, available_blocks, pool_t, release_block, release_blocks_reversed, take_block,
@@ -284,7 +284,6 @@ cdef class BlockManager:
         self.rows_by_seq = {}
         self.count_array = int64_zeros(NUM_COUNTERS)
         self.counts = int64_data(self.count_array)
-        self.count_view = read_only(self.count_array)
         self.pair_array = int32_table(0, 2)
         self.generation = -1
         self.grow(initial_rows, initial_columns)
@@ -363,8 +362,6 @@ cdef class BlockManager:
         cdef cnp.ndarray lengths = int32_zeros(rows)
         cdef cnp.ndarray mirrored = int32_zeros(rows)
         cdef cnp.ndarray spare = int32_zeros(rows)
-        cdef cnp.ndarray table_view = read_only(tables)
-        cdef cnp.ndarray length_view = read_only(lengths)
         for row in range(old_rows):
             int32_data(lengths)[row] = self.slab.lengths[row]
             int32_data(mirrored)[row] = self.mirrored[row]
@@ -387,7 +384,6 @@ cdef class BlockManager:
         self.length_array, self.slab.lengths = lengths, int32_data(lengths)
         self.mirrored_array, self.mirrored = mirrored, int32_data(mirrored)
         self.spare_array, self.spare = spare, int32_data(spare)
-        self.table_view, self.length_view = table_view, length_view
         self.generation += 1
         return 0
 
@@ -684,6 +680,8 @@ cdef class BlockManager:
             row = self.bind(child, "child")
             try:
                 source = self.find(parent)
+                if source == row:  # the child itself, bound just now
+                    self.unknown(parent)
                 if length < 0:
                     length = self.slab.lengths[source]
                 elif length > self.slab.lengths[source]:
@@ -723,8 +721,8 @@ cdef class BlockManager:
         KeyError, ValueError
             An id is not live; ``seqs`` repeats one; the lengths differ.
         """
-        cdef list children = list(seqs)
-        cdef list ancestors = list(parents)
+        cdef list children = items(seqs, "seqs")
+        cdef list ancestors = items(parents, "parents")
         cdef cnp.npy_intp count = len(children)
         cdef cnp.npy_intp i, total = 0, dropped = 0
         cdef cnp.ndarray found, plan, tails
@@ -814,7 +812,8 @@ cdef class BlockManager:
         References that tables drop from now on are held by the fence, counted in the
         ref counts, until the newest step begun by then is settled. An engine that runs
         ahead of its device opens one a step, before it plans the step; one that never
-        does pays nothing.
+        does pays nothing. A block that a fence holds counts as shared, so that its last
+        sharer copies it too instead of writing where that step may still read.
         """
         with cython.critical_section(self.pool):
             self.steps_issued += 1
@@ -891,7 +890,7 @@ cdef class BlockManager:
 
     def rows(self, seqs, /):
         """The rows of many sequences, as a fresh int32 array."""
-        cdef list ids = list(seqs)
+        cdef list ids = items(seqs, "seqs")
         with cython.critical_section(self.pool):
             return self.find_all(ids)
 
@@ -939,7 +938,7 @@ cdef class BlockManager:
     @property
     def ref(self):
         """Ref counts, int32 ``(num_blocks,)``, live and read-only."""
-        return self.pool.ref_view
+        return self.pool.ref_array
 
     @property
     def block_tables(self):
@@ -949,7 +948,7 @@ cdef class BlockManager:
         unspecified. The view is live until ``table_generation`` changes; from then
         on it keeps the cells of that moment and a new view must be taken.
         """
-        return self.table_view
+        return self.table_array
 
     @property
     def lengths(self):
@@ -957,7 +956,7 @@ cdef class BlockManager:
 
         -1 marks a row that no sequence has.
         """
-        return self.length_view
+        return self.length_array
 
     @property
     def table_generation(self):
@@ -972,7 +971,7 @@ cdef class BlockManager:
     @property
     def counters(self):
         """int64 ``(len(Counter),)``, live and read-only; indices: ``kvcore.Counter``."""
-        return self.count_view
+        return self.count_array
 
     def drain_changes(self):
         """The table cells that changed since the last call: int32 ``(k, 3)``.
@@ -1052,6 +1051,8 @@ cdef class BlockManager:
             if not 0 <= row < self.num_rows or int32_data(owned)[row]:
                 raise InvariantError("I2", None, f"row {row} of {seq!r} is not its own")
             int32_data(owned)[row] = True
+            if self.slab.lengths[row] < 0:
+                raise InvariantError("I2", None, f"{seq!r} has {self.slab.lengths[row]} tokens")
         for i in range(self.num_spare):
             row = self.spare[i]
             if not 0 <= row < self.num_rows or int32_data(owned)[row]:
@@ -1132,10 +1133,15 @@ cdef class BlockTable:
         with cython.critical_section(manager.pool):
             row = manager.find(self.seq)
             blocks = blocks_for(&manager.slab, manager.slab.lengths[<int32_t>row])
-            return manager.table_view[row, :blocks]
+            return manager.table_array[row, :blocks]
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
         PyObject_GetBuffer(self.array(), buffer, flags)
+
+    def __array__(self, dtype=None, copy=None):
+        # numpy asks for the buffer first, and comes here when that fails: with the
+        # KeyError of a freed sequence, which it would otherwise swallow.
+        return np.array(self.array(), dtype=dtype, copy=copy)
 
     def tolist(self):
         return self.array().tolist()
@@ -1144,7 +1150,7 @@ cdef class BlockTable:
         return cnp.PyArray_SIZE(self.array())
 
     def __getitem__(self, index):
-        return self.tolist()[index]
+        return self.array()[index].tolist()
 
     def __iter__(self):
         return iter(self.tolist())

@@ -44,7 +44,7 @@ cdef struct pool_t:
 cdef class BlockPool:
     cdef pool_t state
     cdef int32_t *pin_counts
-    cdef cnp.ndarray ref_array, ring_array, pin_array, ref_view
+    cdef cnp.ndarray ref_array, ring_array, pin_array
     cdef tuple link_arrays
     cdef list holders  # weak references to the managers on this pool
 

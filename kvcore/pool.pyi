@@ -1,5 +1,4 @@
-from collections.abc import Iterator
-from typing import SupportsIndex, final
+from typing import Self, SupportsIndex, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,7 +7,7 @@ __all__ = ["BlockPool"]
 
 @final
 class BlockPool:
-    def __init__(self, num_blocks: SupportsIndex) -> None: ...
+    def __new__(cls, num_blocks: SupportsIndex) -> Self: ...
     @property
     def num_blocks(self) -> int: ...
     @property

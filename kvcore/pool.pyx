@@ -6,8 +6,8 @@ from libc.stdint cimport int32_t
 
 import numpy as np
 
-from kvcore._arguments cimport integer
-from kvcore._arrays cimport int32_data, int32_zeros, int64_data, int64_zeros, read_only
+from kvcore._arguments cimport integer, items
+from kvcore._arrays cimport int32_data, int32_zeros, int64_data, int64_zeros
 
 from kvcore.errors import InvariantError, OutOfBlocks
 
@@ -57,7 +57,6 @@ cdef class BlockPool:
         cdef int32_t block
         self.ref_array = int32_zeros(count)
         self.ring_array = int32_zeros(count)
-        self.ref_view = read_only(self.ref_array)
         self.holders = []
         self.state.num_blocks = count
         self.state.num_free = count
@@ -103,7 +102,7 @@ cdef class BlockPool:
     @property
     def ref(self):
         """Ref counts, int32 ``(num_blocks,)``: a live, read-only view without a copy."""
-        return self.ref_view
+        return self.ref_array
 
     def __repr__(self):
         return (
@@ -334,13 +333,10 @@ cdef class BlockPool:
 cdef cnp.ndarray block_ids(blocks, int32_t num_blocks):
     """``blocks`` as a contiguous int32 array of ids in range, or an error."""
     if not isinstance(blocks, np.ndarray):
-        try:
-            listed = list(blocks)
-        except TypeError:
-            raise TypeError(f"blocks must be a 1-D sequence of integers, got {blocks!r}") from None
-        blocks = np.array(
-            [integer(block, "blocks: a block", 0, num_blocks - 1) for block in listed], np.int32
-        )
+        blocks = np.array([
+            integer(block, "blocks: a block", 0, num_blocks - 1)
+            for block in items(blocks, "blocks")
+        ], np.int32)
     if blocks.ndim != 1 or blocks.dtype.kind not in "iu":
         raise TypeError(
             f"blocks must be a 1-D sequence of integers, got {blocks.dtype} "

@@ -35,6 +35,9 @@ from kvcore.errors import RequestRefused
 
 __all__ = ["Reason", "Resumed", "Scheduler", "Step", "Verdict"]
 
+MAX_TOKENS = 2**31 - 1
+"""A sequence cannot grow past this; lengths are int32."""
+
 _NO_COPIES = np.empty((0, 2), np.int32)
 _NO_COPIES.flags.writeable = False
 
@@ -50,7 +53,7 @@ class Reason(Enum):
     FITS = "it enters at the next step"
     NEVER_FITS = "its prompt can never fit under the watermark"
     OUTGREW_POOL = "its next token does not fit into the whole pool"
-    BAD_LENGTH = "its number of tokens is not a positive integer"
+    BAD_LENGTH = "its number of tokens is no integer from 1 to 2**31 - 2"
 
 
 class Verdict(NamedTuple):
@@ -241,7 +244,13 @@ class Scheduler:
             if verdict is not None:
                 self.waiting.popleft()
                 step.rejected[seq] = verdict
-            elif self._not_now(request).reason is not Reason.FITS:
+                continue
+            verdict = self._not_now(request)
+            if verdict.reason is Reason.LIVE_ID and seq not in self.running:
+                # Its owner did not come through here: nothing says when it will end.
+                self.waiting.popleft()
+                step.rejected[seq] = verdict
+            elif verdict.reason is not Reason.FITS:
                 return
             else:
                 self.bm.allocate(seq, n_tokens)
@@ -262,8 +271,10 @@ class Scheduler:
         """Why the request can never run, if it cannot."""
         num_blocks = self.bm.num_blocks
         try:
-            _at_least(request[1], 1, "n_tokens")
+            n_tokens = _at_least(request[1], 1, "n_tokens")
         except (TypeError, ValueError):
+            return Verdict(Reason.BAD_LENGTH, 0, num_blocks)
+        if n_tokens >= MAX_TOKENS:
             return Verdict(Reason.BAD_LENGTH, 0, num_blocks)
         needed = self._needed(request)
         if isinstance(request, Resumed):
@@ -318,21 +329,24 @@ class Scheduler:
         """The rest of a decode that found no block for its ``served``-th sequence.
 
         Victims come off the end of ``running``, where none has been served yet, so
-        ``rows`` stays valid for the ones before them. The sources of copies are pinned
-        until the step is whole: a victim may have been the last to hold one, and a
-        source that a later copy of the same step overwrites would copy the wrong data.
+        ``rows`` stays valid for the ones before them. A source of a copy whose last
+        holder is preempted is pinned until the step is whole: else it could become the
+        destination of a later copy of the same step.
         """
         batches: list[NDArray[np.int32]] = []
+        sources: set[int] = set()
         pinned: list[int] = []
         try:
             while True:
                 if copies is not None:
                     batches.append(copies)
-                    for source in copies[:, 0].tolist():
-                        self.bm.pin(source)
-                        pinned.append(source)
+                    sources.update(copies[:, 0].tolist())
                 if served == len(self.running):
                     break
+                tail = self.bm.tables[self.running[-1]][-1]
+                if tail in sources and self.bm.ref[tail] == 1:
+                    self.bm.pin(tail)
+                    pinned.append(tail)
                 self._preempt_newest(step)
                 more, copies = self.bm.append_batch(
                     rows[served : len(self.running)], slots[served:]

@@ -7,6 +7,7 @@ deque of the textbook listing. They hold no state: each look goes to the manager
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping
+from operator import index
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -79,11 +80,12 @@ class FreeBlocks(Collection[int]):
 
     def __contains__(self, block: object) -> bool:
         pool = self._manager.pool
+        try:
+            number = index(block)  # type: ignore[arg-type]
+        except TypeError:
+            return False
         return (
-            isinstance(block, int)
-            and 0 <= block < pool.num_blocks
-            and pool.ref[block] == 0
-            and not pool.is_kept(block)
+            0 <= number < pool.num_blocks and pool.ref[number] == 0 and not pool.is_kept(number)
         )
 
     def __repr__(self) -> str:
