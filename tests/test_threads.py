@@ -50,45 +50,47 @@ def together(*works: Callable[[], Any]) -> list[Any]:
 
 def test_K9_01_every_reading_while_others_write_is_of_one_moment() -> None:
     """8 threads read while one allocates, appends, forks, frees, evicts and grows the slab."""
-    num_blocks, block_size = 64, 4
+    num_blocks, block_size = 300, 4
     bm = BlockManager(num_blocks, block_size, rows=1, columns=1)
-    done = threading.Event()
+    readers_done: list[bool] = []
 
     def write() -> None:
         rng = random.Random(0)
-        try:
-            for step in range(3_000):
-                seq = step
-                bm.allocate(seq, rng.randrange(1, 60))
-                bm.fork(seq, "child")
-                bm.append_slot("child")
-                bm.append_slots(seq, rng.randrange(30))
-                kept = bm.tables[seq][0]
-                bm.pool.keep(kept)
-                bm.free_seq(seq)
-                bm.free_seq("child")
-                if rng.random() < 0.5:
-                    bm.pool.forget(kept)
-        finally:
-            done.set()
+        for seq in count():
+            if len(readers_done) == THREADS:
+                break
+            bm.allocate(seq, rng.randrange(1, 60))
+            bm.fork(seq, "child")
+            bm.append_slot("child")
+            bm.append_slots(seq, rng.randrange(30))
+            kept = bm.tables[seq][0]
+            bm.pool.keep(kept)
+            bm.free_seq(seq)
+            bm.free_seq("child")
+            if rng.random() < 0.5:
+                bm.pool.forget(kept)
 
     def read() -> None:
         last = np.zeros(len(Counter), np.int64)
-        while not done.is_set():
-            g = bm.gauges()
-            assert g.free + g.evictable + g.used == num_blocks
-            assert min(g) >= 0
-            assert g.shared <= g.used <= num_blocks
-            assert 0 <= g.logical_blocks * block_size - g.tokens < block_size * max(1, g.sequences)
-            assert g.sequences <= 2
-            # Whoever holds a block holds it through one of the tables.
-            assert g.used <= g.logical_blocks <= 2 * g.used
-            for reading in (bm.pool.num_free, bm.pool.num_evictable, bm.pool.num_used):
-                assert 0 <= reading <= num_blocks
-            assert len(bm.pool.free_blocks()) <= num_blocks
-            now = bm.counters.copy()
-            assert (now >= last).all()
-            last = now
+        try:
+            for _ in range(3_000):
+                g = bm.gauges()
+                assert g.free + g.evictable + g.used == num_blocks
+                assert min(g) >= 0
+                assert g.shared <= g.used <= num_blocks
+                assert g.sequences <= 2
+                # Whoever holds a block holds it through one of the two tables.
+                assert g.used <= g.logical_blocks <= 2 * g.used
+                unused_slots = g.logical_blocks * block_size - g.tokens
+                assert 0 <= unused_slots <= g.sequences * (block_size - 1)
+                for reading in (bm.pool.num_free, bm.pool.num_evictable, bm.pool.num_used):
+                    assert 0 <= reading <= num_blocks
+                bm.check()
+                now = bm.counters.copy()
+                assert (now >= last).all()
+                last = now
+        finally:
+            readers_done.append(True)
 
     together(write, *[read] * THREADS)
     bm.check()
@@ -215,6 +217,22 @@ def test_K9_01_a_shared_pool_never_gives_a_block_to_two_holders() -> None:
     assert pool.num_free == 60
     assert sorted(pool.free_blocks().tolist()) == list(range(60))
     assert set(out_of_blocks) == set(range(THREADS))
+
+
+def test_the_slab_grows_under_many_threads_without_losing_a_cell() -> None:
+    for _ in range(50):
+        bm = BlockManager(100_000, 1, rows=1, columns=1)
+
+        def start(thread: int, bm: BlockManager = bm) -> None:
+            for length in range(50):
+                bm.allocate((thread, length), 10 * length)
+                bm.append_slot((thread, length))
+
+        together(*[partial(start, thread) for thread in range(THREADS)])
+        bm.check()
+        assert all(bm.lens[thread, length] == 10 * length + 1 for thread, length in bm)
+        blocks = [block for table in bm.tables.values() for block in table]
+        assert len(set(blocks)) == len(blocks) == bm.pool.num_used
 
 
 def test_appends_of_many_threads_to_one_sequence_never_share_a_slot() -> None:
