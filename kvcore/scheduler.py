@@ -133,6 +133,10 @@ class Scheduler:
     -----
     A step costs one batch append over the running sequences and, while the set of
     them does not change, a few microseconds of Python on top.
+
+    When nothing runs, a request still waits for blocks that are held outside the
+    scheduler (pins, fences, other sequences of the pool): only their holders can end
+    that. ``why`` says so.
     """
 
     def __init__(
@@ -210,7 +214,7 @@ class Scheduler:
         return False
 
     def abort(self, seq: Hashable) -> bool:
-        """The same exit as ``finish``, for a request whose result nobody wants any more."""
+        """End a request whose result nobody wants any more: the same exit as ``finish``."""
         return self.finish(seq)
 
     def why(self, seq: Hashable) -> Verdict:
@@ -326,7 +330,7 @@ class Scheduler:
         served: int,
         copies: NDArray[np.int32] | None,
     ) -> tuple[int, NDArray[np.int32] | None]:
-        """The rest of a decode that found no block for its ``served``-th sequence.
+        """Go on with a decode that found no block for its ``served``-th sequence.
 
         Victims come off the end of ``running``, where none has been served yet, so
         ``rows`` stays valid for the ones before them. A source of a copy whose last

@@ -84,9 +84,7 @@ class FreeBlocks(Collection[int]):
             number = index(block)  # type: ignore[arg-type]
         except TypeError:
             return False
-        return (
-            0 <= number < pool.num_blocks and pool.ref[number] == 0 and not pool.is_kept(number)
-        )
+        return 0 <= number < pool.num_blocks and pool.ref[number] == 0 and not pool.is_kept(number)
 
     def __repr__(self) -> str:
         return repr(list(self))
