@@ -21,6 +21,7 @@ from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint64_t
 from libc.string cimport memcpy
 
+from operator import index as as_index
 from weakref import ref as weak_reference
 
 import numpy as np
@@ -1150,6 +1151,8 @@ cdef class BlockTable:
         return cnp.PyArray_SIZE(self.array())
 
     def __getitem__(self, index):
+        if not isinstance(index, slice):
+            index = as_index(index)
         return self.array()[index].tolist()
 
     def __iter__(self):

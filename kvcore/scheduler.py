@@ -347,10 +347,10 @@ class Scheduler:
                     sources.update(copies[:, 0].tolist())
                 if served == len(self.running):
                     break
-                tail = self.bm.tables[self.running[-1]][-1]
-                if tail in sources and self.bm.ref[tail] == 1:
-                    self.bm.pin(tail)
-                    pinned.append(tail)
+                for block in sources.intersection(self.bm.tables[self.running[-1]]):
+                    if self.bm.ref[block] == 1:
+                        self.bm.pin(block)
+                        pinned.append(block)
                 self._preempt_newest(step)
                 more, copies = self.bm.append_batch(
                     rows[served : len(self.running)], slots[served:]
