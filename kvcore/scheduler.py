@@ -274,14 +274,16 @@ class Scheduler:
     def _never(self, request: tuple[Hashable, int]) -> Verdict | None:
         """Why the request can never run, if it cannot."""
         num_blocks = self.bm.num_blocks
+        resumed = isinstance(request, Resumed)
         try:
-            n_tokens = _at_least(request[1], 1, "n_tokens")
+            # A preempted fork of nothing may have no token yet.
+            n_tokens = _at_least(request[1], 0 if resumed else 1, "n_tokens")
         except (TypeError, ValueError):
             return Verdict(Reason.BAD_LENGTH, 0, num_blocks)
         if n_tokens >= MAX_TOKENS:
             return Verdict(Reason.BAD_LENGTH, 0, num_blocks)
         needed = self._needed(request)
-        if isinstance(request, Resumed):
+        if resumed:
             if needed > num_blocks:
                 return Verdict(Reason.OUTGREW_POOL, needed, num_blocks)
         elif needed > num_blocks - self.watermark_blocks:
