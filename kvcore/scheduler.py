@@ -179,8 +179,8 @@ class Scheduler:
         verdict = self._never(request)
         if verdict is not None:
             raise RequestRefused(
-                f"n_tokens is {request[1]}: {seq!r} needs {verdict.needed} blocks, "
-                f"and {verdict.available} is all it can ever get"
+                f"n_tokens is {request[1]}: {verdict.reason.value}; {seq!r} needs "
+                f"{verdict.needed} blocks and can have {verdict.available}"
             )
         self.waiting.append(request)
 
@@ -200,12 +200,9 @@ class Scheduler:
 
         Returns False when no such request is here, as for a result that comes late.
         """
-        try:
-            self.running.remove(seq)
-        except ValueError:
-            pass
-        else:
+        if seq in self.running:
             self.bm.free_seq(seq)
+            self.running.remove(seq)
             return True
         for i, request in enumerate(self.waiting):
             if request[0] == seq:
@@ -241,6 +238,7 @@ class Scheduler:
     # ------------------------------------------------------------ admission
 
     def _admit(self, step: Step) -> None:
+        self._running_rows()  # a dead id in `running` raises before anybody is admitted
         while self.waiting:
             request = self.waiting[0]
             seq, n_tokens = request
