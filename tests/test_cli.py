@@ -281,12 +281,15 @@ def test_a_replay_without_a_plot_needs_numpy_only() -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX pipe")
 def test_a_reader_that_leaves_early_gets_no_complaint() -> None:
+    # Python buffers what goes to a pipe unless it is told not to.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = process(
         "-c",
         "import os, sys; from kvcore.cli import main\n"
         "read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
         "sys.exit(main(sys.argv[1:]))",
         *SMALL,
+        env=buffered,
     )
     assert done.returncode == 1
     assert not done.stderr

@@ -143,6 +143,14 @@ def test_a_preempted_sample_comes_back_on_its_own() -> None:
     assert result.recomputed_tokens == result.prefill_tokens - 6 > 0
 
 
+def test_a_sample_preempted_before_its_first_token_gets_it_after_it_came_back() -> None:
+    """Of 2 blocks the prompt takes one and the first sample the other; the second enters
+    when that has ended, in step 3."""
+    result = run(trace((0, 4, 2), n=2), 2)
+    assert (result.preemptions, result.recomputed_tokens, result.steps) == (1, 4, 4)
+    assert result.per_token_seconds.tolist() == [1.0, 1.0]
+
+
 def test_a_request_that_generates_nothing_gets_its_step_and_counts_no_token() -> None:
     result = run(trace((0, 5, 0), (0, 5, 2)), 30)
     assert (result.finished, result.steps) == (2, 2)
@@ -298,6 +306,16 @@ def test_the_series_is_the_state_of_the_manager_over_time() -> None:
     assert (series.tokens <= series.logical_blocks * 16).all()
     held = np.append(np.diff(series.seconds), 0.0)
     assert (series.used * held).sum() / held.sum() == pytest.approx(result.mean_used, rel=0.05)
+
+
+def test_the_series_shows_an_idle_pool_as_empty() -> None:
+    series = run(trace((0, 4, 1), (100, 4, 1)), 10).series
+    assert list(zip(series.seconds, series.used, strict=True)) == [
+        (0, 2),
+        (1, 0),
+        (100, 2),
+        (101, 0),
+    ]
 
 
 def test_the_series_thins_out_instead_of_growing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,22 +155,24 @@ def test_the_text_plot_fits_its_width_and_its_characters(
     assert f"peak {result.series.waiting.max():,}" in plot
 
 
-def test_the_text_plot_draws_the_height_of_the_use() -> None:
-    """Half the pool in the first half of the time, all of it in the second."""
-    points = np.array([0.0, 50.0, 100.0])
+def test_the_text_plot_draws_the_height_of_the_use_and_what_was_preempted() -> None:
+    """Half the pool in the first half of the time, all of it, a quarter shared, then on."""
+    used, shared, preemptions = np.array([[40, 80, 0], [0, 20, 0], [0, 3, 3]])
     zero = np.zeros(3, np.int64)
-    base = replay(synthetic_trace(1), num_blocks=1_000)
-    half = replace(
-        base,
+    result = replace(
+        replay(synthetic_trace(1), num_blocks=1_000),
         num_blocks=80,
-        preemptions=0,
+        preemptions=3,
         simulated_seconds=100.0,
-        series=Series(points, np.array([40, 80, 0]), *[zero] * 6),
+        series=Series(
+            np.array([0.0, 50.0, 100.0]), used, shared, zero, zero, zero, zero, preemptions
+        ),
     )
-    lines = as_text_plot(half, width=28, ascii_only=True).splitlines()
-    area = [line.partition("|")[2] for line in lines[1:9]]
-    assert area == ["     @@@@@"] * 4 + ["@@@@@@@@@@"] * 4
-    assert "shared" not in lines[0]
+    lines = as_text_plot(result, width=28, ascii_only=True).splitlines()
+    rows = [line.partition("|")[2] for line in lines[1:]]
+    assert rows[:8] == ["     @@@@@"] * 4 + ["@@@@@@@@@@"] * 2 + ["@@@@@ooooo"] * 2
+    assert rows[8:] == ["", "", "     @"]
+    assert lines[-1].startswith("   preemptions 3 |")
 
 
 def test_the_picture_is_a_png_of_its_size(
@@ -181,9 +183,16 @@ def test_the_picture_is_a_png_of_its_size(
     pixels = image.imread(tmp_path / "pool.png")
     assert pixels.shape[:2] == (1_125, 1_650)
     red, green, blue = (pixels[..., :3] * 255).round().astype(int).reshape(-1, 3).T
-    drawn = {f"#{colour:06x}" for colour in np.unique(red << 16 | green << 8 | blue).tolist()}
-    # Used, shared, free, running, waiting, preempted.
-    assert {"#7fb2e5", "#1d4e89", "#f1f3f5", "#2a9d8f", "#e9a13b", "#c8443c"} <= drawn
+    colours = red << 16 | green << 8 | blue
+    for name, colour, least in (
+        ("used", 0x7FB2E5, 20_000),
+        ("shared", 0x1D4E89, 20_000),
+        ("free", 0xF1F3F5, 20_000),
+        ("running", 0x2A9D8F, 500),
+        ("waiting", 0xE9A13B, 500),
+        ("preempted", 0xC8443C, 5_000),
+    ):
+        assert np.count_nonzero(colours == colour) > least, name
 
 
 def test_a_replay_of_nothing_can_be_drawn(tmp_path: Path, load: Trace) -> None:

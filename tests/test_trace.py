@@ -153,9 +153,10 @@ def test_a_final_newline_a_blank_line_and_a_byte_order_mark_change_nothing(
 
 def test_requests_that_arrive_together_keep_the_order_of_the_file(read: Any) -> None:
     line = '{{"timestamp": {}, "input_length": {}, "output_length": 1}}\n'
-    rows = [(3, 1), (0, 2), (3, 3), (0, 4), (3, 5)]
-    trace = read("".join(line.format(*row) for row in rows))
-    assert columns(trace)[:2] == ([0.0, 0.0, 0.003, 0.003, 0.003], [2, 4, 1, 3, 5])
+    # Odd prompts arrive 3 ms after the even ones.
+    trace = read("".join(line.format(3 * (prompt % 2), prompt) for prompt in range(1, 201)))
+    assert trace.arrivals.tolist() == [0.0] * 100 + [0.003] * 100
+    assert trace.prompt_tokens.tolist() == [*range(2, 201, 2), *range(1, 201, 2)]
 
 
 def test_sessions_of_a_directory_merge_by_time_file_and_index(tmp_path: Path) -> None:
@@ -236,6 +237,7 @@ BAD = {
     "no requests": (session(), None, "one request", "none"),
     "bytes": (b"\xff\xfe\x00", None, "UTF-8", "0xff"),
     "half a gzip file": (gzip.compress(AZURE.encode())[:-9], None, "gzip", "end"),
+    "no gzip file inside": (gzip.compress(b"")[:10] + b"\xff" * 9, None, "gzip", "block type"),
     "a spoilt gzip file": (gzip.compress(AZURE.encode())[:-8] + b"\0" * 8, None, "gzip", "CRC"),
 }  # fmt: skip
 
