@@ -135,12 +135,12 @@ def main() -> int:
         directory = arguments.keep or Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
         results = count(arguments.patterns, directory)
-    print(f"{'instructions an operation':60}{'kvcore':>12}{'no-op':>12}")
     by_row: dict[str, dict[str, float]] = {}
     for row, contender, instructions in results:
         by_row.setdefault(row, {})[contender] = instructions
+    print("instructions an operation")
     for row, counts in by_row.items():
-        print(f"{row:60}" + "".join(f"{counts[name]:>12,.1f}" for name in counts))
+        print(f"{row:52}" + "".join(f"{n:>12,.1f} {name}" for name, n in counts.items()))
     return 0
 
 
