@@ -2,14 +2,15 @@
 
 How every call that changes something is built:
 
-1. Arguments are checked, ids looked up, rows bound, arrays grown. All that can raise
-   and all that can run foreign code (an id's ``__hash__`` or ``__eq__``) is here.
+1. Arguments are checked, ids looked up, rows bound: all that can run foreign code (an
+   id's ``__hash__`` or ``__eq__``).
 2. The plan: how many blocks are needed. If they are not there, ``OutOfBlocks``.
-3. The commit: C code over the arrays that cannot fail.
+3. Room: the slab, the fence and the result are allocated. Here a ``MemoryError`` may come.
+4. The commit: C code over the arrays that cannot fail.
 
-From the last line of 1 to the end no Python code runs, which is what makes a call one
-step to other threads under the GIL. Without a GIL the critical section of the pool
-does it; it is the pool's because managers share pools.
+From 2 to the end no Python code runs, which is what makes a call one step to other
+threads under the GIL. Without a GIL the critical section of the pool does it; it is the
+pool's because managers share pools.
 """
 
 cimport cython
@@ -27,12 +28,9 @@ from weakref import ref as weak_reference
 import numpy as np
 
 from kvcore._arguments cimport integer, items
-from kvcore._arrays cimport (
-    int32_data, int32_table, int32_zeros, int64_data, int64_zeros
-)
+from kvcore._arrays cimport int32_data, int32_table, int32_zeros, int64_data, int64_zeros
 from kvcore.pool cimport (
-    BlockPool, available_blocks, pool_t, release_block, release_blocks_reversed, take_block,
-    take_blocks,
+    BlockPool, available_blocks, release_block, release_blocks_reversed, take_block, take_blocks,
 )
 
 from kvcore.counters import Counter
@@ -281,7 +279,7 @@ cdef class BlockManager:
         self.slab.shift = 31
         while (<int64_t>1 << (self.slab.shift - 31)) < self.slab.block_size:
             self.slab.shift += 1
-        self.slab.reciprocal = (<uint64_t>1 << self.slab.shift) // <uint64_t>self.slab.block_size + 1
+        self.slab.reciprocal = (<uint64_t>1 << self.slab.shift) // self.slab.block_size + 1
         self.rows_by_seq = {}
         self.count_array = int64_zeros(NUM_COUNTERS)
         self.counts = int64_data(self.count_array)

@@ -311,7 +311,7 @@ cdef class BlockPool:
                 raise InvariantError("I4", block, "in the free list though its content is kept")
             listed[block] = True
         before = n
-        for i in range(pool.num_evictable):
+        for _ in range(pool.num_evictable):
             block = pool.next[before]
             if not 0 <= block < n or listed[block]:
                 raise InvariantError("I4", block, "out of range or in two lists")
