@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 NAME_WIDTH = 52
-LEAST_CHANGE = 0.05
+LEAST_CHANGE = 0.10
 """Below this share nothing is called a change, however quiet the runs were."""
 
 
