@@ -17,7 +17,7 @@
 # is rebuilt with each minor release: compile against the version that you run.
 
 cimport numpy as cnp
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
 from kvcore.pool cimport BlockPool, pool_t
 
@@ -71,6 +71,7 @@ cdef class BlockManager:
     cdef inline int prepare_append(self, int32_t row, int64_t n_tokens) except -1
     cdef int prepare_append_batch(self, const int32_t *rows, cnp.npy_intp count) except -1
     cdef int64_t longest_after(self, const int32_t *rows, cnp.npy_intp count) except -1
+    cdef int no_such_row(self, const int32_t *rows, cnp.npy_intp entry) except -1
     cdef int too_long(self, int32_t row, int64_t n_tokens) except -1
     cdef cnp.ndarray copies(self, cnp.npy_intp count)
     cdef int reserve_fence(self, int64_t references) except -1
@@ -96,25 +97,27 @@ cdef inline int32_t *table_of(const slab_t *slab, int32_t row) noexcept nogil:
     return slab.tables + row * slab.num_columns
 
 
-cdef inline int32_t append_in_place(
-    const slab_t *slab, int32_t row, int32_t *offset
+cdef inline bint append_in_place(
+    const slab_t *slab, int32_t row, int32_t *block, int32_t *offset
 ) noexcept nogil:
     """One more token in the row's last block, if that has room and no other holder.
 
-    The block and ``*offset``, or -1 and nothing changed. Needs: a live row of fewer
-    than 2**31 - 1 tokens.
+    Else nothing changes. Needs: a live row of fewer than 2**31 - 1 tokens.
     """
-    cdef int32_t length = slab.lengths[row]
-    cdef int32_t column = full_blocks(slab, length)
-    cdef int32_t block
-    offset[0] = length - column * slab.block_size
-    if offset[0] == 0:
-        return -1
-    block = table_of(slab, row)[column]
-    if slab.ref[block] > 1:
-        return -1
-    slab.lengths[row] = length + 1
-    return block
+    # Unsigned and wide from the start, so that the loop holds no sign extensions.
+    cdef uint64_t length = <uint32_t>slab.lengths[row]
+    cdef uint64_t column = (length * slab.reciprocal) >> slab.shift
+    cdef uint64_t within = length - column * <uint32_t>slab.block_size
+    cdef uint32_t last
+    if within == 0:
+        return False
+    last = <uint32_t>slab.tables[<uint32_t>row * <uint64_t>slab.num_columns + column]
+    if slab.ref[last] > 1:
+        return False
+    slab.lengths[row] = <int32_t>length + 1
+    block[0] = <int32_t>last
+    offset[0] = <int32_t>within
+    return True
 
 
 # Blocks that can be taken now.

@@ -21,17 +21,20 @@ it is ended with a reason; and a request that could never enter is refused.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Hashable
 from enum import Enum
 from operator import index
-from typing import NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvcore.block_manager import BlockManager
 from kvcore.errors import RequestRefused
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["Reason", "Resumed", "Scheduler", "Step", "Verdict"]
 
@@ -158,10 +161,7 @@ class Scheduler:
         self.max_running = None if max_running is None else _at_least(max_running, 1, "max_running")
         self.waiting: deque[tuple[Hashable, int]] = deque()
         self.running: list[Hashable] = []
-        # The rows of `running` as it was when they were last looked up.
-        self._rows = bm.rows([])
-        self._rows_of: list[Hashable] = []
-        self._rows_version = bm.rows_version
+        self._rows = _RunningRows(bm)
 
     def add(self, seq: Hashable, n_tokens: SupportsIndex) -> None:
         """Queue a request whose prompt has ``n_tokens`` tokens. O(1).
@@ -193,16 +193,19 @@ class Scheduler:
         raises.
         """
         self.bm.fork(parent, child, n_tokens)
-        self.running.append(child)
+        self._enter(child)
 
     def finish(self, seq: Hashable) -> bool:
         """End a request, running or waiting, and release its blocks. O(running + waiting).
 
         Returns False when no such request is here, as for a result that comes late.
         """
-        if seq in self.running:
-            self.bm.free_seq(seq)
-            self.running.remove(seq)
+        try:
+            position = self.running.index(seq)
+        except ValueError:
+            pass
+        else:
+            self._leave(position)
             return True
         for i, request in enumerate(self.waiting):
             if request[0] == seq:
@@ -238,7 +241,7 @@ class Scheduler:
     # ------------------------------------------------------------ admission
 
     def _admit(self, step: Step) -> None:
-        self._running_rows()  # a dead id in `running` raises before anybody is admitted
+        self._rows.follow(self.running)  # a dead id raises before anybody is admitted
         while self.waiting:
             request = self.waiting[0]
             seq, n_tokens = request
@@ -257,7 +260,7 @@ class Scheduler:
             else:
                 self.bm.allocate(seq, n_tokens)
                 self.waiting.popleft()
-                self.running.append(seq)
+                self._enter(seq)
                 step.prefills.append((seq, n_tokens))
 
     def _needed(self, request: tuple[Hashable, int]) -> int:
@@ -311,7 +314,7 @@ class Scheduler:
 
     def _decode(self, step: Step) -> None:
         """Append to every running sequence, preempting the newest while blocks lack."""
-        rows = self._running_rows()
+        rows = self._rows.of(self.running)
         slots = np.empty(len(rows), np.int64)
         served, copies = self.bm.append_batch(rows, slots)
         if served < len(rows):
@@ -363,9 +366,9 @@ class Scheduler:
 
     def _preempt_newest(self, step: Step) -> None:
         """Take the newest sequence's blocks back and queue it first, to be recomputed."""
-        victim = self.running.pop()
+        victim = self.running[-1]
         request = Resumed(victim, self.bm.length(victim))
-        self.bm.free_seq(victim)
+        self._leave(len(self.running) - 1)
         if step.prefills and step.prefills[-1][0] == victim:
             step.prefills.pop()
         verdict = self._never(request)
@@ -375,14 +378,71 @@ class Scheduler:
             step.preempted.append(victim)
             self.waiting.appendleft(request)
 
-    def _running_rows(self) -> NDArray[np.int32]:
-        """Rows of ``running``, looked up again only when it or any row changed."""
-        if self._rows_version != self.bm.rows_version or self._rows_of != self.running:
-            self._rows = self.bm.rows(self.running)
-            self._rows.flags.writeable = False
-            self._rows_of = self.running.copy()
-            self._rows_version = self.bm.rows_version
-        return self._rows
+    # ------------------------------------------------------------ coming and going
+
+    def _enter(self, seq: Hashable) -> None:
+        """Let a sequence run that has just got its row."""
+        self.running.append(seq)
+        self._rows.entered(seq)
+
+    def _leave(self, position: int) -> None:
+        """Take the blocks of a running sequence back: the one way out."""
+        seq = self.running[position]
+        self.bm.free_seq(seq)
+        del self.running[position]
+        self._rows.left(position, seq)
+
+
+class _RunningRows:
+    """The rows of the running sequences, kept up as the scheduler lets them come and go.
+
+    Looking 256 ids up costs more than the rest of a step. It is done only when somebody
+    else has edited the list or moved rows, which the list itself and the manager's
+    ``rows_version`` tell.
+    """
+
+    def __init__(self, bm: BlockManager) -> None:
+        self._bm = bm
+        self._array: NDArray[np.int32] | None
+        self._look_up([])
+
+    def of(self, running: list[Hashable]) -> NDArray[np.int32]:
+        """Return the rows parallel to ``running``, in a read-only array of their own.
+
+        ``KeyError`` if one of the sequences is not live.
+        """
+        self.follow(running)
+        if self._array is None:
+            self._array = np.frombuffer(self._rows.tobytes(), np.int32)
+        return self._array
+
+    def follow(self, running: list[Hashable]) -> None:
+        """Look the rows of ``running`` up again if they may have changed. ``KeyError``."""
+        if self._version != self._bm.rows_version or self._seqs != running:
+            self._look_up(running)
+
+    def entered(self, seq: Hashable) -> None:
+        """Note that ``seq`` got its row and is now the last."""
+        if self._version + 1 == self._bm.rows_version:
+            self._seqs.append(seq)
+            self._rows.append(self._bm.row(seq))
+            self._changed()
+
+    def left(self, position: int, seq: Hashable) -> None:
+        """Note that ``seq``, which was at ``position``, gave its row back."""
+        expected = self._seqs[position : position + 1] == [seq]
+        if expected and self._version + 1 == self._bm.rows_version:
+            del self._seqs[position], self._rows[position]
+            self._changed()
+
+    def _look_up(self, running: list[Hashable]) -> None:
+        self._rows: array[int] = array("i", self._bm.rows(running).tobytes())
+        self._seqs = running.copy()
+        self._changed()
+
+    def _changed(self) -> None:
+        self._version = self._bm.rows_version
+        self._array = None
 
 
 def _at_least(value: SupportsIndex, minimum: int, name: str) -> int:
