@@ -8,8 +8,8 @@ How every call that changes something is built:
 3. Room: the slab, the fence and the result are allocated. Here a ``MemoryError`` may come.
 4. The commit: C code over the arrays that cannot fail.
 
-From 2 to the end no Python code runs, which is what makes a call one step to other
-threads under the GIL. Without a GIL the critical section of the pool does it; it is the
+From 2 to the end no Python code runs, not even by way of a garbage collection (arrays do
+not start one), which is what makes a call one step to other threads under the GIL. Without a GIL the critical section of the pool does it; it is the
 pool's because managers share pools.
 """
 
@@ -525,7 +525,7 @@ cdef class BlockManager:
         cdef cnp.npy_intp count = integer(n_tokens, "n_tokens", 0, MAX_TOKENS)
         cdef cnp.ndarray slots
         cdef int32_t row, length, held, needed, growth
-        copy = None
+        cdef int32_t source = -1
         with cython.critical_section(self.pool):
             row = self.find(seq)
             self.prepare_append(row, count)
@@ -539,14 +539,13 @@ cdef class BlockManager:
             slots = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT64, 0)
             if needed > growth:
                 source = own_tail(self, row, held - 1)
-                copy = source, table_of(&self.slab, row)[held - 1]
             take_many(self, growth, table_of(&self.slab, row) + held)
             self.slab.lengths[row] += <int32_t>count
             self.counts[TOKENS_APPENDED] += count
             write_slots(
                 &self.slab, row, length, length + <int32_t>count, int64_data(slots)
             )
-            return slots, copy
+            return slots, None if source < 0 else (source, table_of(&self.slab, row)[held - 1])
 
     def append_batch(self, cnp.ndarray rows not None, cnp.ndarray out not None, /):
         """One token for each row, in order: ``(served, copies)``. O(len(rows)).
