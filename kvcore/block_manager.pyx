@@ -8,9 +8,10 @@ How every call that changes something is built:
 3. Room: the slab, the fence and the result are allocated. Here a ``MemoryError`` may come.
 4. The commit: C code over the arrays that cannot fail.
 
-From 2 to the end no Python code runs, not even by way of a garbage collection (arrays do
-not start one), which is what makes a call one step to other threads under the GIL. Without a GIL the critical section of the pool does it; it is the
-pool's because managers share pools.
+From 2 to the end no Python code runs, not even by way of a garbage collection, which
+arrays do not start. That is what makes a call one step to other threads under the GIL.
+Without a GIL the critical section of the pool does it; it is the pool's because managers
+share pools.
 """
 
 cimport cython
