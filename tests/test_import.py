@@ -25,7 +25,7 @@ ORDER = ["errors", "counters", "gauges", "pool", "block_manager", "scheduler", "
 def in_a_fresh_interpreter(code: str, *arguments: str) -> Any:
     """What ``code`` prints as JSON, with the package under test importable."""
     process = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments],
+        [sys.executable, "-P", "-W", "error", "-c", code, *arguments],
         env=os.environ | {"PYTHONPATH": str(PACKAGE.parent)},
         capture_output=True,
         text=True,

@@ -298,8 +298,9 @@ def test_k_sharers_that_append_at_once_make_k_minus_1_copies() -> None:
     not sysconfig.get_config_var("Py_GIL_DISABLED"), reason="this build of Python has a GIL"
 )
 def test_import_leaves_the_gil_off() -> None:
+    code = "import sys, kvcore; print(sys._is_gil_enabled())"
     process = subprocess.run(
-        [sys.executable, "-W", "error", "-c", "import kvcore, sys; print(sys._is_gil_enabled())"],
+        [sys.executable, "-P", "-W", "error", "-c", code],
         env={key: value for key, value in os.environ.items() if key != "PYTHON_GIL"}
         | {"PYTHONPATH": str(Path(kvcore.__file__).parents[1])},
         capture_output=True,
