@@ -573,7 +573,9 @@ class ReferenceScheduler:
     def _why_never(self, request: tuple[Hashable, Any]) -> Verdict | None:
         everything = self.bm.num_blocks
         try:
-            sensible = 1 <= operator.index(request[1]) < LARGEST_COUNT
+            # One that was forked from nothing may come back to nothing.
+            fewest = 0 if isinstance(request, Resumed) else 1
+            sensible = fewest <= operator.index(request[1]) < LARGEST_COUNT
         except TypeError:
             sensible = False
         if not sensible:
@@ -637,10 +639,11 @@ class ReferenceScheduler:
         request = Resumed(victim, self.bm.lens[victim])
         # An engine does the copies of a step first and in any order, so a block that one
         # of them reads must not become the destination of another.
-        for source, _ in step.copies:
-            if source in self.bm.block_ids[victim] and self.bm.ref[source] == 1:
-                self.bm.pin(source)
-                withheld.append(source)
+        sources = {source for source, _ in step.copies}
+        for block in reversed(self.bm.block_ids[victim]):
+            if block in sources and self.bm.ref[block] == 1:
+                self.bm.pin(block)
+                withheld.append(block)
         self.bm.free_seq(victim)
         step.prefills = [prefill for prefill in step.prefills if prefill[0] != victim]
         never = self._why_never(request)

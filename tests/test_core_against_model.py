@@ -8,6 +8,7 @@ the tokens that it wrote (I3).
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -127,6 +128,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.mirrors = [Mirror() for _ in sizes]
         # The model never gives a row twice, so that its row stands for one life.
         self.row_of_life: list[dict[int, int]] = [{} for _ in sizes]
+        self.assigned: list[tuple[int, list[int]]] = [
+            (core.rows_version, []) for core in self.cores
+        ]
         self.views: list[tuple[int, int, np.ndarray, np.ndarray | None]] = []
 
     # ---------------------------------------------------------------- helpers
@@ -446,6 +450,9 @@ class ManagerMachine(RuleBasedStateMachine):
             for seq in core:
                 first_row = self.row_of_life[which].setdefault(model.row(seq), core.row(seq))
                 assert core.row(seq) == first_row, "a sequence keeps its row for life"
+            version, lives = self.assigned[which]
+            self.assigned[which] = (core.rows_version, model.rows(list(model)))
+            assert lives == self.assigned[which][1] or core.rows_version != version
         self.compare_views()
 
     def compare_views(self) -> None:
@@ -502,6 +509,28 @@ class SharedPoolMachine(FencedManagerMachine):
     """Two managers with block sizes of their own on one pool."""
 
     num_managers = 2
+
+
+def test_a_manager_that_dies_gives_back_all_that_it_held() -> None:
+    """Tables and fence; what Python code pinned stays pinned, the other manager's too."""
+    pool = BlockPool(12)
+    survivor, mortal = BlockManager(12, 4, pool=pool), BlockManager(12, 2, pool=pool)
+    survivor.allocate("a", 8)
+    mortal.allocate("a", 8)
+    mortal.fork("a", "b", 3)
+    mortal.append_slot("b")
+    pool.keep(4)
+    mortal.pin(2)
+    mortal.fence()
+    mortal.truncate("a", 3)
+    assert pool.num_used == 7
+    del mortal
+    gc.collect()
+    pool.check()
+    assert np.flatnonzero(pool.ref).tolist() == [0, 1, 2]
+    assert pool.evictable_blocks().tolist() == [4]
+    assert survivor.tables["a"] == [0, 1]
+    survivor.check()
 
 
 TestPool = PoolMachine.TestCase
