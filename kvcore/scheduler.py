@@ -350,8 +350,9 @@ class Scheduler:
                     sources.update(copies[:, 0].tolist())
                 if served == len(self.running):
                     break
-                for block in sources.intersection(self.bm.tables[self.running[-1]]):
-                    if self.bm.ref[block] == 1:
+                # Last block first, as in every release.
+                for block in reversed(self.bm.tables[self.running[-1]].tolist()):
+                    if block in sources and self.bm.ref[block] == 1:
                         self.bm.pin(block)
                         pinned.append(block)
                 self._preempt_newest(step)
