@@ -22,8 +22,8 @@ settings.register_profile(
 )
 settings.register_profile(
     "ci",
-    max_examples=150,
-    stateful_step_count=50,
+    max_examples=100,
+    stateful_step_count=30,
     deadline=None,
     derandomize=True,
     suppress_health_check=_SLOW_IS_FINE,
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SUMMARY_LINES] = []
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def summary(pytestconfig: pytest.Config) -> list[str]:
     """Lines appended here are printed at the end of the run, passed or failed."""
     return pytestconfig.stash[_SUMMARY_LINES]

@@ -466,6 +466,10 @@ class ReferenceBlockManager:
         return self.block_ids
 
     @property
+    def num_available(self) -> int:
+        return self.pool.available
+
+    @property
     def free(self) -> deque[int]:
         return self.pool._free
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from reference_model import ReferenceBlockManager, ReferencePool
 from state import (
     BlockMemory,
@@ -30,18 +30,25 @@ from state import (
 from kvcore.block_manager import BlockManager
 from kvcore.pool import BlockPool
 
-NAMES: list[Hashable] = [0, 1, "two", ("three", 3), None, -5, 6.5, frozenset({7})]
+NAMES: list[Hashable] = [
+    0,
+    1,
+    "two",
+    ("three", 3),
+    None,
+    -5,
+    6.5,
+    frozenset({7}),
+    b"8",
+    *range(9, 13),
+]
 
 WRONG_NUMBERS = [-1, -(2**31), 2**31, 2**63, 2**64, -(2**70), 1.0, "3", [], b"1", np.float32(2)]
 
 index = st.integers(0, 1_000)
 small = st.integers(0, 12)
-# Mostly what works, so that the machine gets somewhere.
-odd_numbers = st.sampled_from([np.int64(3), np.uint8(2), True, 10**6])
-count = st.one_of(small, small, small, st.integers(13, 70), odd_numbers)
+odd_numbers = st.sampled_from([np.int64(3), np.uint8(2), True])
 wrong_number = st.sampled_from(WRONG_NUMBERS)
-name = st.tuples(st.sampled_from(["live"] * 6 + ["dead", "any"]), index)
-new_name = st.tuples(st.sampled_from(["dead"] * 6 + ["live", "any"]), index)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -59,7 +66,7 @@ class PoolMachine(RuleBasedStateMachine):
     def take(self) -> None:
         self.both(lambda pool: pool.take())
 
-    @rule(count=st.one_of(count, wrong_number))
+    @rule(count=st.one_of(small, odd_numbers, wrong_number))
     def take_many(self, count: Any) -> None:
         self.both(lambda pool: pool.take_many(count))
 
@@ -103,9 +110,14 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """One manager with its own pool."""
+    """One manager with its own pool.
+
+    ``work`` does most of what happens, several operations at a time: machines with a rule
+    for each operation spend their steps on managers that are almost empty.
+    """
 
     num_managers = 1
+    fenced = False
 
     @initialize(
         num_blocks=st.one_of(st.integers(1, 16), st.integers(17, 70)),
@@ -132,85 +144,242 @@ class ManagerMachine(RuleBasedStateMachine):
             (core.rows_version, []) for core in self.cores
         ]
         self.views: list[tuple[int, int, np.ndarray, np.ndarray | None]] = []
+        self.use(0)
 
     # ---------------------------------------------------------------- helpers
 
-    def pick(self, choice: tuple[str, int], which: int) -> Hashable:
-        kind, number = choice
-        model = self.models[which % self.num_managers]
-        names = [name for name in NAMES if kind == "any" or (name in model) == (kind == "live")]
-        names = names or NAMES
-        return names[number % len(names)]
+    def use(self, which: int) -> None:
+        """The manager that the next operations are about."""
+        self.which = which % self.num_managers
+        self.core, self.model = self.cores[self.which], self.models[self.which]
+        self.size = self.model.block_size
 
-    def both(
-        self, which: int, call: Callable[[Any], Any], *, wrong_twice: bool = False
-    ) -> tuple[Any, ...]:
+    def pick(self, number: int, *, live: bool) -> Hashable:
+        """Nearly always what was asked for, where there is one."""
+        names = [name for name in NAMES if (name in self.model) == live]
+        if not names or number % 20 == 0:
+            names = NAMES
+        return names[number // 20 % len(names)]
+
+    def both(self, call: Callable[[Any], Any], *, wrong_twice: bool = False) -> tuple[Any, ...]:
         """A call that is wrong in two ways at once may raise either error."""
-        which %= self.num_managers
-        expected = outcome(call, self.models[which])
-        actual = outcome(call, self.cores[which])
+        expected = outcome(call, self.model)
+        actual = outcome(call, self.core)
         assert actual == expected or (wrong_twice and actual[0] == expected[0] == "raised")
         return expected
 
-    def wrote(self, which: int, seq: Hashable, slots: list[int], copies: list[list[int]]) -> None:
-        which %= self.num_managers
-        size = self.models[which].block_size
-        self.memory.copy_all(copies, size)
-        self.memory.write((which, seq), slots, size)
+    def wrote(self, seq: Hashable, slots: list[int], copies: list[list[int]]) -> None:
+        self.memory.copy_all(copies, self.size)
+        self.memory.write((self.which, seq), slots, self.size)
 
-    # ------------------------------------------------------------- sequences
+    def tokens(self, number: int) -> int:
+        """Mostly few, so that many fit; sometimes more than there is room for."""
+        if number % 8 == 0:
+            return number % ((self.model.num_blocks + 1) * self.size)
+        return number % (3 * self.size + 1)
 
-    @rule(which=index, seq=new_name, n_tokens=count)
-    def allocate(self, which: int, seq: tuple[str, int], n_tokens: Any) -> None:
-        chosen = self.pick(seq, which)
-        result = self.both(which, lambda manager: manager.allocate(chosen, n_tokens))
+    # ------------------------------------------------------------- operations
+
+    def allocate(self, name: int, n_tokens: int) -> None:
+        seq = self.pick(name, live=False)
+        result = self.both(lambda manager: manager.allocate(seq, self.tokens(n_tokens)))
         if result[0] == "returned":
-            which %= self.num_managers
-            self.memory.begin((which, chosen), [])
-            slots = plain(self.models[which].slots(chosen))
-            self.wrote(which, chosen, slots, [])
+            self.memory.begin((self.which, seq), [])
+            self.wrote(seq, self.model.slots(seq), [])
 
-    @rule(which=index, seq=name)
-    def append_slot(self, which: int, seq: tuple[str, int]) -> None:
-        chosen = self.pick(seq, which)
-        result = self.both(which, lambda manager: manager.append_slot(chosen))
+    def append_slot(self, name: int, _: int) -> None:
+        seq = self.pick(name, live=True)
+        result = self.both(lambda manager: manager.append_slot(seq))
         if result[0] == "returned":
             block, offset, source = result[1]
-            size = self.models[which % self.num_managers].block_size
             copies = [] if source is None else [[source, block]]
-            self.wrote(which, chosen, [block * size + offset], copies)
+            self.wrote(seq, [block * self.size + offset], copies)
 
-    @rule(which=index, seq=name, n_tokens=count)
-    def append_slots(self, which: int, seq: tuple[str, int], n_tokens: Any) -> None:
-        chosen = self.pick(seq, which)
-        result = self.both(which, lambda manager: manager.append_slots(chosen, n_tokens))
+    def append_slots(self, name: int, n_tokens: int) -> None:
+        seq = self.pick(name, live=True)
+        result = self.both(lambda manager: manager.append_slots(seq, self.tokens(n_tokens)))
         if result[0] == "returned":
             slots, pair = result[1]
-            self.wrote(which, chosen, slots, [] if pair is None else [pair])
+            self.wrote(seq, slots, [] if pair is None else [pair])
 
-    @rule(which=index, choices=st.lists(index, max_size=12), spare=st.integers(0, 2))
-    def append_batch(self, which: int, choices: list[int], spare: int) -> None:
-        which %= self.num_managers
-        core, model = self.cores[which], self.models[which]
-        live = list(model)
-        seqs = [live[choice % len(live)] for choice in choices] if live else []
-        out = np.full(len(seqs) + spare, -7, np.int64)
+    def append_batch(self, chooser: int, spare: int) -> None:
+        """All live sequences from some first one on, some of them twice."""
+        live = list(self.model)
+        seqs = live[chooser % 5 :] + live[: chooser // 5 % 6]
+        out = np.full(len(seqs) + spare % 3, -7, np.int64)
         expected_out = [-7] * len(out)
-        rows = core.rows(seqs)
+        rows = self.core.rows(seqs)
         rows.flags.writeable = False
-        expected = model.append_batch(model.rows(seqs), expected_out)
-        served, copies = core.append_batch(rows, out)
+        expected = self.model.append_batch(self.model.rows(seqs), expected_out)
+        served, copies = self.core.append_batch(rows, out)
         assert (served, plain(copies)) == expected
         assert out.tolist() == expected_out
         if copies is not None:
             assert copies.dtype == np.int32
-            self.memory.copy_all(copies.tolist(), model.block_size)
+            self.memory.copy_all(copies.tolist(), self.size)
         for seq, slot in zip(seqs[:served], out.tolist(), strict=False):
-            self.memory.write((which, seq), [slot], model.block_size)
+            self.memory.write((self.which, seq), [slot], self.size)
+
+    def truncate(self, name: int, keep: int) -> None:
+        seq = self.pick(name, live=True)
+        n_tokens = keep % (self.model.lens.get(seq, 3) + 2)
+        if self.both(lambda manager: manager.truncate(seq, n_tokens))[0] == "returned":
+            del self.memory.tokens[self.which, seq][n_tokens:]
+
+    def fork(self, names: int, share: int) -> None:
+        parent, child = self.pick(names, live=True), self.pick(names // 7, live=False)
+        n_tokens = None if share % 2 else share % (self.model.lens.get(parent, 3) + 2)
+        result = self.both(
+            lambda manager: manager.fork(parent, child, n_tokens),
+            wrong_twice=parent not in self.model and child in self.model,
+        )
+        if result[0] == "returned":
+            tokens = self.memory.tokens[self.which, parent][:n_tokens]
+            self.memory.begin((self.which, child), tokens)
+
+    def reorder(self, chooser: int, fault: int) -> None:
+        """Beams from each other or from one that is none; now and then a wrong list."""
+        seqs = list(self.model)[: chooser % 6]
+        parents = [self.pick(chooser * 31 + 7 * place, live=True) for place in range(len(seqs))]
+        seqs += seqs[:1] if fault % 16 == 8 else []
+        parents += parents[:1] if fault % 16 >= 8 and fault % 32 < 10 else []
+        result = self.both(lambda manager: manager.reorder(seqs, parents), wrong_twice=True)
+        if result[0] == "returned":
+            were = [list(self.memory.tokens[self.which, parent]) for parent in parents]
+            for seq, tokens in zip(seqs, were, strict=True):
+                self.memory.begin((self.which, seq), tokens)
+
+    def free_seq(self, name: int, _: int) -> None:
+        seq = self.pick(name, live=True)
+        if self.both(lambda manager: manager.free_seq(seq))[0] == "returned":
+            del self.memory.tokens[self.which, seq]
+
+    def pin(self, block: int, verb: int) -> None:
+        block = block % (self.model.num_blocks + 2) - 1
+        verbs = ["pin", "unpin", "unpin"]
+        self.both(lambda manager: getattr(manager, verbs[verb % 3])(block))
+
+    def keep(self, block: int, verb: int) -> None:
+        block = block % (self.model.num_blocks + 2) - 1
+        verbs = ["keep", "keep", "forget", "release"]
+        self.both(lambda manager: getattr(manager.pool, verbs[verb % 4])(block))
+
+    def keep_table(self, name: int, _: int) -> None:
+        """As prefix sharing will: what a sequence leaves behind is evictable."""
+        for block in list(self.model.block_ids.get(self.pick(name, live=True), [])):
+            self.both(lambda manager, block=block: manager.pool.keep(block))
+
+    def take_or_release_pins(self, count: int, _: int) -> None:
+        pool = self.model.pool
+        pinned = [block for block in range(pool.num_blocks) for _ in range(pool.pins(block))]
+        if pinned:
+            self.both(lambda manager: manager.pool.release_many(pinned))
+        else:
+            self.both(lambda manager: manager.pool.take_many(count % 4))
+
+    def drain(self, _: int, __: int) -> None:
+        self.mirrors[self.which].drain(self.core, self.model.touched_cells())
+        assert self.core.drain_changes().shape == (0, 3)
+
+    def take_view(self, _: int, __: int) -> None:
+        view = self.core.block_tables
+        self.views.append((self.which, self.core.table_generation, view, None))
+
+    def fence(self, _: int, __: int) -> None:
+        self.both(lambda manager: manager.fence())
+
+    def settle(self, step: int, behind: int) -> None:
+        """Mostly one of the newest, in any order; also ones that were never begun."""
+        step = self.model.newest_step + 1 - behind % 4 if step % 4 else step % 10 - 1
+        self.both(lambda manager: manager.settle(step))
+
+    verbs = (
+        *["allocate"] * 2,
+        *["append_slot"] * 6,
+        *["append_slots"] * 3,
+        *["append_batch"] * 4,
+        *["fork"] * 4,
+        *["truncate"] * 2,
+        *["free_seq"] * 3,
+        *["reorder", "pin", "keep", "keep_table", "take_or_release_pins", "drain", "take_view"],
+    )
+    fence_verbs = (*["fence"] * 3, *["settle"] * 3)
+
+    @rule(data=st.data())
+    def work(self, data: st.DataObject) -> None:
+        verbs = self.verbs + self.fence_verbs * self.fenced
+        operation = st.tuples(index, st.sampled_from(verbs), index, index)
+        for which, verb, first, second in data.draw(st.lists(operation, min_size=5, max_size=15)):
+            self.use(which)
+            getattr(self, verb)(first, second)
+            self.equal()
+
+    # ----------------------------------------------------------------- misuse
+
+    @rule(which=index, names=index, wrong=wrong_number, operation=index)
+    def one_wrong_argument(self, which: int, names: int, wrong: Any, operation: int) -> None:
+        self.use(which)
+        alive, unused = self.pick(names, live=True), self.pick(names, live=False)
+        calls: list[Callable[[Any], Any]] = [
+            lambda manager: manager.allocate(unused, wrong),
+            lambda manager: manager.can_allocate(wrong),
+            lambda manager: manager.can_allocate(1, wrong),
+            lambda manager: manager.append_slots(alive, wrong),
+            lambda manager: manager.can_append(alive, wrong),
+            lambda manager: manager.truncate(alive, wrong),
+            lambda manager: manager.fork(alive, unused, wrong),
+            lambda manager: manager.slots(alive, wrong),
+            lambda manager: manager.slots(alive, 0, wrong),
+            lambda manager: manager.settle(wrong),
+            lambda manager: manager.pin(wrong),
+            lambda manager: manager.unpin(wrong),
+        ]
+        if alive in self.model and unused not in self.model:
+            self.both(calls[operation % len(calls)])
+
+    @rule(which=index, name=index, odd=odd_numbers, operation=index)
+    def odd_integers_are_integers(self, which: int, name: int, odd: Any, operation: int) -> None:
+        self.use(which)
+        seq = self.pick(name, live=True)
+        calls: list[Callable[[Any], Any]] = [
+            lambda manager: manager.can_allocate(odd, odd),
+            lambda manager: manager.can_append(seq, odd),
+            lambda manager: manager.slots(seq, 0, odd),
+            lambda manager: manager.pool.pins(odd),
+        ]
+        self.both(calls[operation % len(calls)])
+
+    @rule(which=index, name=index, operation=index)
+    def unhashable_name(self, which: int, name: int, operation: int) -> None:
+        self.use(which)
+        alive = self.pick(name, live=True)
+        calls: list[Callable[[Any], Any]] = [
+            lambda core: core.allocate([], 1),
+            lambda core: core.can_append([], 1),
+            lambda core: core.append_slot([]),
+            lambda core: core.append_slots([], 1),
+            lambda core: core.truncate([], 0),
+            lambda core: core.fork([], "new"),
+            lambda core: core.fork(alive, []),
+            lambda core: core.reorder([[]], [alive]),
+            lambda core: core.reorder([alive], [[]]),
+            lambda core: core.free_seq([]),
+            lambda core: core.length([]),
+            lambda core: core.table([]),
+            lambda core: core.row([]),
+            lambda core: core.rows([[]]),
+            lambda core: core.slots([]),
+            lambda core: core.tables[[]],
+            lambda core: core.lens[[]],
+        ]
+        if alive in self.model:
+            with pytest.raises(TypeError):
+                calls[operation % len(calls)](self.core)
 
     @rule(which=index, fault=index, good=index)
     def append_batch_wrong(self, which: int, fault: int, good: int) -> None:
-        core = self.cores[which % self.num_managers]
+        self.use(which)
+        core = self.core
         live = [core.row(seq) for seq in core]
         rows = np.array(live[: good % 4], np.int32)
         out = np.full(len(rows) + 2, -7, np.int64)
@@ -232,6 +401,7 @@ class ManagerMachine(RuleBasedStateMachine):
             (np.append(rows, np.int32(-1)), out),
             (np.append(rows, np.int32(2**31 - 1)), out),
             (np.append(rows, np.int32(core.block_tables.shape[0])), out),
+            (out.view(np.int32)[: len(rows) + 1], out),
             (rows, out.astype(np.int32)),
             (rows, out.astype(np.uint64)),
             (rows, out.astype(np.float64)),
@@ -249,190 +419,45 @@ class ManagerMachine(RuleBasedStateMachine):
             core.append_batch(bad_rows, bad_out)
         assert (out == -7).all()
 
-    @rule(which=index, seq=name, keep=index)
-    def truncate(self, which: int, seq: tuple[str, int], keep: int) -> None:
-        chosen = self.pick(seq, which)
-        length = self.models[which % self.num_managers].lens.get(chosen, 3)
-        n_tokens = keep % (length + 2)
-        result = self.both(which, lambda manager: manager.truncate(chosen, n_tokens))
-        if result[0] == "returned":
-            del self.memory.tokens[which % self.num_managers, chosen][n_tokens:]
-
-    @rule(which=index, parent=name, child=new_name, share=st.one_of(st.none(), index))
-    def fork(
-        self, which: int, parent: tuple[str, int], child: tuple[str, int], share: int | None
-    ) -> None:
-        old, new = self.pick(parent, which), self.pick(child, which)
-        model = self.models[which % self.num_managers]
-        n_tokens = None if share is None else share % (model.lens.get(old, 3) + 2)
-        result = self.both(
-            which,
-            lambda manager: manager.fork(old, new, n_tokens),
-            wrong_twice=old not in model and new in model,
-        )
-        if result[0] == "returned":
-            which %= self.num_managers
-            self.memory.begin((which, new), self.memory.tokens[which, old][:n_tokens])
-
-    @rule(which=index, pairs=st.lists(st.tuples(name, name), max_size=5), longer=st.integers(0, 9))
-    def reorder(self, which: int, pairs: list[Any], longer: int) -> None:
-        seqs = list(dict.fromkeys(self.pick(seq, which) for seq, _ in pairs))
-        parents = [self.pick(parent, which) for _, parent in pairs][: len(seqs)]
-        seqs += seqs[:1] if longer == 8 else []
-        parents += parents[:1] if longer >= 8 else []
-        result = self.both(which, lambda manager: manager.reorder(seqs, parents), wrong_twice=True)
-        if result[0] == "returned":
-            which %= self.num_managers
-            were = [list(self.memory.tokens[which, parent]) for parent in parents]
-            for seq, tokens in zip(seqs, were, strict=True):
-                self.memory.begin((which, seq), tokens)
-
-    @rule(which=index, seq=name)
-    def free_seq(self, which: int, seq: tuple[str, int]) -> None:
-        chosen = self.pick(seq, which)
-        result = self.both(which, lambda manager: manager.free_seq(chosen))
-        if result[0] == "returned":
-            del self.memory.tokens[which % self.num_managers, chosen]
-
-    # ----------------------------------------------- wrong in exactly one way
-
-    @rule(
-        which=index,
-        live=st.tuples(st.just("live"), index),
-        dead=st.tuples(st.just("dead"), index),
-        wrong=wrong_number,
-        operation=index,
-    )
-    def one_wrong_argument(
-        self, which: int, live: tuple[str, int], dead: tuple[str, int], wrong: Any, operation: int
-    ) -> None:
-        alive, unused = self.pick(live, which), self.pick(dead, which)
-        calls: list[Callable[[Any], Any]] = [
-            lambda manager: manager.allocate(unused, wrong),
-            lambda manager: manager.can_allocate(wrong),
-            lambda manager: manager.can_allocate(1, wrong),
-            lambda manager: manager.append_slots(alive, wrong),
-            lambda manager: manager.can_append(alive, wrong),
-            lambda manager: manager.truncate(alive, wrong),
-            lambda manager: manager.fork(alive, unused, wrong),
-            lambda manager: manager.slots(alive, wrong),
-            lambda manager: manager.slots(alive, 0, wrong),
-            lambda manager: manager.settle(wrong),
-            lambda manager: manager.pin(wrong),
-            lambda manager: manager.unpin(wrong),
-        ]
-        model = self.models[which % self.num_managers]
-        if alive in model and unused not in model:
-            self.both(which, calls[operation % len(calls)])
-
-    @rule(which=index, live=st.tuples(st.just("live"), index), operation=index)
-    def unhashable_name(self, which: int, live: tuple[str, int], operation: int) -> None:
-        alive = self.pick(live, which)
-        calls: list[Callable[[Any], Any]] = [
-            lambda core: core.allocate([], 1),
-            lambda core: core.can_append([], 1),
-            lambda core: core.append_slot([]),
-            lambda core: core.append_slots([], 1),
-            lambda core: core.truncate([], 0),
-            lambda core: core.fork([], "new"),
-            lambda core: core.fork(alive, []),
-            lambda core: core.reorder([[]], [alive]),
-            lambda core: core.reorder([alive], [[]]),
-            lambda core: core.free_seq([]),
-            lambda core: core.length([]),
-            lambda core: core.table([]),
-            lambda core: core.row([]),
-            lambda core: core.rows([[]]),
-            lambda core: core.slots([]),
-            lambda core: core.tables[[]],
-            lambda core: core.lens[[]],
-        ]
-        core = self.cores[which % self.num_managers]
-        if alive in core:
-            with pytest.raises(TypeError):
-                calls[operation % len(calls)](core)
-
-    # --------------------------------------------------------------- holders
-
-    @rule(which=index, block=st.integers(-1, 16), operation=st.sampled_from(["pin", "unpin"]))
-    def pins(self, which: int, block: int, operation: str) -> None:
-        self.both(which, lambda manager: getattr(manager, operation)(block))
-
-    @rule(
-        which=index,
-        block=st.integers(0, 16),
-        operation=st.sampled_from(["keep", "keep", "keep", "forget", "release"]),
-    )
-    def pool_block(self, which: int, block: int, operation: str) -> None:
-        self.both(which, lambda manager: getattr(manager.pool, operation)(block))
-
-    @rule(which=index, count=st.integers(0, 3))
-    def take_many(self, which: int, count: int) -> None:
-        self.both(which, lambda manager: manager.pool.take_many(count))
-
-    @rule(which=index)
-    def release_all_pins(self, which: int) -> None:
-        model = self.models[which % self.num_managers].pool
-        listed = [block for block in range(model.num_blocks) for _ in range(model.pins(block))]
-        self.both(which, lambda manager: manager.pool.release_many(listed))
-
-    @rule(which=index)
-    def keep_all_used(self, which: int) -> None:
-        for block, held in enumerate(list(self.models[0].pool.ref)):
-            if held:
-                self.both(which, lambda manager, block=block: manager.pool.keep(block))
-
     # --------------------------------------------------------------- reading
 
-    @rule(which=index, seq=name, start=st.integers(-1, 9), stop=st.one_of(st.none(), small))
-    def read(self, which: int, seq: tuple[str, int], start: int, stop: int | None) -> None:
-        chosen = self.pick(seq, which)
+    @rule(which=index, name=index, start=st.integers(-1, 9), stop=st.one_of(st.none(), small))
+    def read(self, which: int, name: int, start: int, stop: int | None) -> None:
+        self.use(which)
+        seq = self.pick(name, live=True)
         for call in (
-            lambda manager: manager.length(chosen),
-            lambda manager: list(manager.table(chosen)),
-            lambda manager: list(manager.tables[chosen]),
-            lambda manager: manager.lens[chosen],
-            lambda manager: chosen in manager,
-            lambda manager: chosen in manager.tables,
-            lambda manager: chosen in manager.lens,
-            lambda manager: manager.slots(chosen, start, stop),
-            lambda manager: manager.slots(chosen),
+            lambda manager: manager.length(seq),
+            lambda manager: list(manager.table(seq)),
+            lambda manager: list(manager.tables[seq]),
+            lambda manager: manager.lens[seq],
+            lambda manager: seq in manager,
+            lambda manager: seq in manager.tables,
+            lambda manager: seq in manager.lens,
+            lambda manager: manager.slots(seq, start, stop),
+            lambda manager: manager.slots(seq),
             lambda manager: len(manager),
             lambda manager: start in manager.free,
             lambda manager: len(manager.free),
+            lambda manager: manager.num_available,
         ):
-            self.both(which, call)
-        core = self.cores[which % self.num_managers]
-        assert outcome(core.row, chosen)[0] == outcome(core.rows, [chosen])[0]
-        if chosen in core:
-            assert core.slots(chosen).dtype == np.int64
-            assert core.rows([chosen]).tolist() == [core.row(chosen)]
+            self.both(call)
+        assert outcome(self.core.row, seq)[0] == outcome(self.core.rows, [seq])[0]
+        if seq in self.core:
+            assert self.core.slots(seq).dtype == np.int64
+            assert self.core.rows([seq]).tolist() == [self.core.row(seq)]
 
-    @rule(which=index, seq=name, n_tokens=small, watermark=st.integers(0, 4))
-    def can_is_do(self, which: int, seq: tuple[str, int], n_tokens: int, watermark: int) -> None:
-        chosen = self.pick(seq, which)
-        self.both(which, lambda manager: manager.can_allocate(n_tokens, watermark))
-        self.both(which, lambda manager: manager.can_allocate(n_tokens))
-        self.both(which, lambda manager: manager.can_append(chosen))
-        can = self.both(which, lambda manager: manager.can_append(chosen, n_tokens))
+    @rule(which=index, name=index, n_tokens=small, watermark=st.integers(0, 4))
+    def can_is_do(self, which: int, name: int, n_tokens: int, watermark: int) -> None:
+        self.use(which)
+        seq = self.pick(name, live=True)
+        self.both(lambda manager: manager.can_allocate(n_tokens, watermark))
+        self.both(lambda manager: manager.can_allocate(n_tokens))
+        self.both(lambda manager: manager.can_append(seq))
+        can = self.both(lambda manager: manager.can_append(seq, n_tokens))
         if can[0] == "returned":
             # The doing call on a copy: the model's answer is the core's plan.
-            trial = copy.deepcopy(self.models[which % self.num_managers])
-            done = outcome(trial.append_slots, chosen, n_tokens)
+            done = outcome(copy.deepcopy(self.model).append_slots, seq, n_tokens)
             assert can[1] == (done[0] == "returned")
-
-    @rule(which=index)
-    def drain(self, which: int) -> None:
-        which %= self.num_managers
-        core, model = self.cores[which], self.models[which]
-        self.mirrors[which].drain(core, model.touched_cells())
-        assert core.drain_changes().shape == (0, 3)
-
-    @rule(which=index)
-    def take_view(self, which: int) -> None:
-        which %= self.num_managers
-        core = self.cores[which]
-        self.views.append((which, core.table_generation, core.block_tables, None))
 
     # ------------------------------------------------------------ comparison
 
@@ -490,19 +515,7 @@ class ManagerMachine(RuleBasedStateMachine):
 class FencedManagerMachine(ManagerMachine):
     """With steps in flight: what is let go stays held until they have settled."""
 
-    @rule(which=index)
-    def fence(self, which: int) -> None:
-        self.both(which, lambda manager: manager.fence())
-
-    @rule(which=index, step=st.integers(-1, 8))
-    def settle(self, which: int, step: int) -> None:
-        self.both(which, lambda manager: manager.settle(step))
-
-    @precondition(lambda self: any(model.newest_step for model in self.models))
-    @rule(which=index, behind=st.integers(0, 2))
-    def settle_newest(self, which: int, behind: int) -> None:
-        step = self.models[which % self.num_managers].newest_step - behind
-        self.both(which, lambda manager: manager.settle(step))
+    fenced = True
 
 
 class SharedPoolMachine(FencedManagerMachine):
