@@ -2,15 +2,22 @@
 # written through the pointers. A module that cimports this calls numpy's import_array()
 # itself.
 #
-# C calls only: no Python code runs in here, so a public call that grows an array is
-# still one step to every other thread.
+# C calls only, and none that lets another thread run, so a public call that grows an
+# array is still one step to every other thread. numpy's own PyArray_ZEROS will not do:
+# it gives up the GIL, and with it every critical section, around its calloc.
 
 cimport numpy as cnp
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree
+from cpython.pycapsule cimport PyCapsule_GetPointer, PyCapsule_New
 from cpython.ref cimport Py_INCREF
 from libc.stdint cimport int32_t, int64_t, uintptr_t
 
 cdef enum:
     ALIGNMENT = 64  # bytes: a cache line, and what zero-copy consumers ask for
+
+
+cdef inline void free_memory(object owner) noexcept:
+    PyMem_RawFree(PyCapsule_GetPointer(owner, NULL))
 
 
 cdef inline cnp.ndarray aligned_zeros(int ndim, cnp.npy_intp *shape, int typenum, int itemsize):
@@ -21,19 +28,22 @@ cdef inline cnp.ndarray aligned_zeros(int ndim, cnp.npy_intp *shape, int typenum
     cdef cnp.npy_intp size = ALIGNMENT
     cdef cnp.npy_intp cells = itemsize
     cdef int axis
-    cdef cnp.ndarray raw, array
+    cdef cnp.ndarray array
+    cdef void *raw
     for axis in range(ndim):
         if shape[axis] and cells > <cnp.npy_intp>(2**62) // shape[axis]:
             raise MemoryError(f"an array of shape {[shape[i] for i in range(ndim)]}")
         cells *= shape[axis]
     size += cells
-    raw = cnp.PyArray_ZEROS(1, &size, cnp.NPY_UINT8, 0)
-    cdef uintptr_t start = <uintptr_t>cnp.PyArray_DATA(raw)
+    raw = PyMem_RawCalloc(1, size)
+    if raw == NULL:
+        raise MemoryError(f"an array of shape {[shape[i] for i in range(ndim)]}")
+    cdef uintptr_t start = <uintptr_t>raw
     start += -start % ALIGNMENT
+    owner = PyCapsule_New(raw, NULL, free_memory)
     array = cnp.PyArray_SimpleNewFromData(ndim, shape, typenum, <void *>start)
-    Py_INCREF(raw)  # PyArray_SetBaseObject takes the reference over
-    cnp.PyArray_SetBaseObject(array, raw)
-    cnp.PyArray_CLEARFLAGS(raw, cnp.NPY_ARRAY_WRITEABLE)
+    Py_INCREF(owner)  # PyArray_SetBaseObject takes the reference over
+    cnp.PyArray_SetBaseObject(array, owner)
     cnp.PyArray_CLEARFLAGS(array, cnp.NPY_ARRAY_WRITEABLE)
     return array
 
