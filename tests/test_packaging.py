@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import shutil
@@ -26,8 +25,19 @@ COMPILED = ("pool", "block_manager")
 needs_source_tree = pytest.mark.skipif(
     not (ROOT / "pyproject.toml").exists(), reason="not run from a source tree"
 )
+
+
+def is_installed(distribution: str) -> bool:
+    """Asked by distribution, because a folder ``build`` would pass for the module."""
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 needs_build_tools = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("build", "setuptools", "Cython"))
+    not all(map(is_installed, ("build", "setuptools", "Cython")))
     or shutil.which((sysconfig.get_config_var("CC") or "cl").split()[0]) is None,
     reason="no C compiler, or build, setuptools or Cython is not installed",
 )
@@ -173,8 +183,6 @@ def test_the_version_is_said_in_one_place() -> None:
 
 
 def test_the_installed_version_is_the_one_imported() -> None:
-    try:
-        installed = importlib.metadata.version("kvcore")
-    except importlib.metadata.PackageNotFoundError:
+    if not is_installed("kvcore"):
         pytest.skip("kvcore is imported from a source tree, not installed")
-    assert installed == kvcore.__version__
+    assert importlib.metadata.version("kvcore") == kvcore.__version__
