@@ -32,6 +32,8 @@ def refuses_writes(array: np.ndarray[Any, Any]) -> bool:
     before = array.tolist()
     with pytest.raises(ValueError, match="read-only"):
         array[...] = 77
+    with pytest.raises(ValueError, match="WRITEABLE"):
+        array.flags.writeable = True
     return bool(array.tolist() == before)
 
 

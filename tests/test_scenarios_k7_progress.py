@@ -325,7 +325,8 @@ def test_K7_26_a_pair_in_the_queue_means_what_add_means() -> None:
     bm = checked_manager(8, 4)
     scheduler = checked_scheduler(bm)
     scheduler.add("added", np.int64(5))
-    scheduler.waiting.append(("appended", np.int64(5)))
+    length: Any = np.int64(5)
+    scheduler.waiting.append(("appended", length))
     step = scheduler.step()
     assert step == ["added", "appended"]
     assert step.prefills == [("added", 5), ("appended", 5)]
