@@ -351,6 +351,23 @@ def test_one_without_tokens_can_yield() -> None:
     assert step.preempted == ["b"]
 
 
+def test_a_running_one_that_was_begun_anew_is_found_in_its_new_row() -> None:
+    """The list of the running is as it was, and still the rows of the last step are not."""
+    bm = BlockManager(num_blocks=8, block_size=4)
+    scheduler = Scheduler(bm)
+    scheduler.add("a", 2)
+    scheduler.step()
+    old_row = bm.row("a")
+    bm.free_seq("a")
+    bm.allocate("outsider", 1)
+    bm.allocate("a", 5)
+    assert bm.row("a") != old_row
+    step = scheduler.step()
+    assert step.rows.tolist() == [bm.row("a")]
+    assert step.slots.tolist() == bm.slots("a", 5).tolist()
+    assert bm.lens == {"outsider": 1, "a": 6}
+
+
 def test_why_names_every_reason() -> None:
     """Each reason, with its numbers, on the smallest case that shows it."""
     bm = BlockManager(num_blocks=4, block_size=4)
