@@ -256,9 +256,17 @@ def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
 # ------------------------------------------------------------------ as a process
 
 
-def process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+def process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    # The package under test, not a folder of that name where the tests happen to run; and
+    # Python buffers what goes to a pipe unless it is told not to.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=120, **options
+        [sys.executable, "-P", *arguments],
+        env=buffered | {"PYTHONPATH": str(Path(kvcore.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 
@@ -281,15 +289,12 @@ def test_a_replay_without_a_plot_needs_numpy_only() -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="a POSIX pipe")
 def test_a_reader_that_leaves_early_gets_no_complaint() -> None:
-    # Python buffers what goes to a pipe unless it is told not to.
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = process(
         "-c",
         "import os, sys; from kvcore.cli import main\n"
         "read, write = os.pipe(); os.close(read); os.dup2(write, 1)\n"
         "sys.exit(main(sys.argv[1:]))",
         *SMALL,
-        env=buffered,
     )
     assert done.returncode == 1
     assert not done.stderr
