@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from kvcore.block_manager import BlockManager, BlockTable
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 __all__ = ["FreeBlocks", "Lengths", "Tables"]
 
 
-class Tables(Mapping[Hashable, "BlockTable"]):
-    """Live sequences and their block tables."""
+Value = TypeVar("Value")
+
+
+class _BySequence(Mapping[Hashable, Value]):
+    """The live sequences as keys."""
 
     __slots__ = ("_manager",)
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
-
-    def __getitem__(self, seq: Hashable) -> BlockTable:
-        return self._manager.table(seq)
 
     def __iter__(self) -> Iterator[Hashable]:
         return iter(self._manager)
@@ -35,30 +35,27 @@ class Tables(Mapping[Hashable, "BlockTable"]):
 
     def __contains__(self, seq: object) -> bool:
         return seq in self._manager
+
+
+class Tables(_BySequence["BlockTable"]):
+    """Live sequences and their block tables."""
+
+    __slots__ = ()
+
+    def __getitem__(self, seq: Hashable) -> BlockTable:
+        return self._manager.table(seq)
 
     def __repr__(self) -> str:
         return repr({seq: table.tolist() for seq, table in self.items()})
 
 
-class Lengths(Mapping[Hashable, int]):
+class Lengths(_BySequence[int]):
     """Live sequences and their numbers of tokens."""
 
-    __slots__ = ("_manager",)
-
-    def __init__(self, manager: BlockManager) -> None:
-        self._manager = manager
+    __slots__ = ()
 
     def __getitem__(self, seq: Hashable) -> int:
         return self._manager.length(seq)
-
-    def __iter__(self) -> Iterator[Hashable]:
-        return iter(self._manager)
-
-    def __len__(self) -> int:
-        return len(self._manager)
-
-    def __contains__(self, seq: object) -> bool:
-        return seq in self._manager
 
     def __repr__(self) -> str:
         return repr(dict(self.items()))
