@@ -46,6 +46,7 @@ cdef class BlockManager:
     cdef int64_t version  # of the assignment of rows
     cdef int32_t num_spare
     cdef int32_t *spare
+    cdef int32_t num_binding  # rows on their way to a sequence, while its id is compared
     cdef dict rows_by_seq
 
     # References dropped while a step was in flight, oldest first, each with the newest
@@ -66,7 +67,8 @@ cdef class BlockManager:
     cdef int unknown(self, seq) except -1
     cdef cnp.ndarray find_all(self, list seqs)
     cdef int32_t bind(self, seq, str name) except -1
-    cdef int unbind(self, seq, int32_t row) except -1
+    cdef int unbind(self, seq) except -1
+    cdef int check_fork(self, int32_t source, int64_t length, parent) except -1
     cdef int grow(self, int64_t rows, int64_t columns) except -1
     cdef inline int prepare_append(self, int32_t row, int64_t n_tokens) except -1
     cdef int prepare_append_batch(self, const int32_t *rows, cnp.npy_intp count) except -1

@@ -60,6 +60,11 @@ cdef enum:
 
 assert NUM_COUNTERS == len(Counter)
 
+# Ids compared by Python code let other threads run in between. Rows looked up together are
+# looked up again when one has changed hands meanwhile, this often.
+cdef enum:
+    ATTEMPTS = 1000
+
 # What an append answers instead of a block.
 cdef enum:
     NO_BLOCK = -1
@@ -348,21 +353,24 @@ cdef class BlockManager:
         """The rows of all these sequences, found in one state of the manager."""
         cdef cnp.npy_intp count = len(seqs)
         cdef cnp.ndarray rows = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT32, 0)
-        cdef int64_t version = self.version
+        cdef int64_t version
         cdef cnp.npy_intp i
-        for i in range(count):
-            int32_data(rows)[i] = self.find(seqs[i])
-        if self.version != version:
-            raise RuntimeError("comparing the ids of sequences changed the manager")
-        return rows
+        for _ in range(ATTEMPTS):
+            version = self.version
+            for i in range(count):
+                int32_data(rows)[i] = self.find(seqs[i])
+            if self.version == version:
+                return rows
+        raise RuntimeError("comparing the ids of sequences changes the manager every time")
 
     cdef int32_t bind(self, seq, str name) except -1:
-        """Give ``seq`` a row. The caller commits it or takes it back with ``unbind``."""
+        """Make ``seq`` a live sequence without tokens, or a ValueError if it is live."""
         cdef int32_t row
         if self.num_spare == 0:
             self.grow(2 * <int64_t>self.num_rows, self.slab.num_columns)
         self.num_spare -= 1
         row = self.spare[self.num_spare]
+        self.num_binding += 1
         try:
             if self.rows_by_seq.setdefault(seq, row) != row:
                 raise ValueError(f"{name} {seq!r} is a live sequence already")
@@ -370,12 +378,33 @@ cdef class BlockManager:
             self.spare[self.num_spare] = row
             self.num_spare += 1
             raise
+        finally:
+            self.num_binding -= 1
+        self.slab.lengths[row] = 0
+        self.mirrored[row] = 0
+        self.version += 1
         return row
 
-    cdef int unbind(self, seq, int32_t row) except -1:
-        del self.rows_by_seq[seq]
+    cdef int unbind(self, seq) except -1:
+        """The one way out of a row: the sequence ends and its blocks are dropped."""
+        cdef int32_t row
+        if self.steps_issued != self.steps_settled:
+            self.reserve_fence(blocks_for(&self.slab, self.slab.lengths[self.find(seq)]))
+        bound = self.rows_by_seq.pop(seq, None)
+        if bound is None:
+            return self.unknown(seq)
+        row = bound
+        try:
+            # Once more: comparing ids may have let others run.
+            self.reserve_fence(blocks_for(&self.slab, self.slab.lengths[row]))
+        except MemoryError:
+            self.rows_by_seq[seq] = bound
+            raise
+        shorten(self, row, 0)
+        self.slab.lengths[row] = -1
         self.spare[self.num_spare] = row
         self.num_spare += 1
+        self.version += 1
         return 0
 
     cdef int grow(self, int64_t rows, int64_t columns) except -1:
@@ -458,19 +487,22 @@ cdef class BlockManager:
         cdef int32_t needed = blocks_for(&self.slab, length)
         cdef int32_t row
         with cython.critical_section(self.pool):
+            if seq not in self.rows_by_seq:
+                if needed > available_blocks(self.blocks):
+                    self.out_of_blocks(needed)
+                self.grow(self.num_rows, needed)
             row = self.bind(seq, "seq")
             try:
+                # Once more: comparing ids may have let others run.
                 if needed > available_blocks(self.blocks):
                     self.out_of_blocks(needed)
                 self.grow(self.num_rows, needed)
             except BaseException:
-                self.unbind(seq, row)
+                self.unbind(seq)
                 raise
             take_many(self, needed, table_of(&self.slab, row))
-            self.counts[SEQUENCES_ALLOCATED] += 1
-            self.version += 1
             self.slab.lengths[row] = length
-            self.mirrored[row] = 0
+            self.counts[SEQUENCES_ALLOCATED] += 1
 
     def can_allocate(self, n_tokens, /, watermark=0):
         """Whether ``allocate`` of that many tokens would leave ``watermark`` blocks. O(1)."""
@@ -714,35 +746,44 @@ cdef class BlockManager:
             ``child`` is live, or ``n_tokens`` is not within the parent's length.
         """
         cdef int64_t length = -1
+        cdef int64_t version
         cdef int32_t source, row, shared, i
         cdef int32_t *cells
         if n_tokens is not None:
             length = integer(n_tokens, "n_tokens", 0, MAX_TOKENS)
         with cython.critical_section(self.pool):
-            row = self.bind(child, "child")
-            try:
+            for _ in range(ATTEMPTS):
                 source = self.find(parent)
-                if source == row:  # the child itself, bound just now
-                    self.unknown(parent)
-                if length < 0:
-                    length = self.slab.lengths[source]
-                elif length > self.slab.lengths[source]:
-                    raise ValueError(
-                        f"n_tokens is {length}, but {parent!r} has "
-                        f"{self.slab.lengths[source]} tokens"
-                    )
-            except BaseException:
-                self.unbind(child, row)
+                version = self.version
+                self.check_fork(source, length, parent)
+                row = self.bind(child, "child")
+                if self.version == version + 1:
+                    break
+                # Comparing ids let others run: the parent's row may be another's now.
+                self.unbind(child)
+            else:
+                raise RuntimeError("comparing the ids of sequences changes the manager every time")
+            try:
+                self.check_fork(source, length, parent)
+            except ValueError:
+                self.unbind(child)
                 raise
+            if length < 0:
+                length = self.slab.lengths[source]
             shared = blocks_for(&self.slab, <int32_t>length)
             cells = table_of(&self.slab, row)
             memcpy(cells, table_of(&self.slab, source), shared * sizeof(int32_t))
             for i in range(shared):
                 self.blocks.ref[cells[i]] += 1
             self.slab.lengths[row] = <int32_t>length
-            self.mirrored[row] = 0
             self.counts[SEQUENCES_FORKED] += 1
-            self.version += 1
+
+    cdef int check_fork(self, int32_t source, int64_t length, parent) except -1:
+        if length > self.slab.lengths[source]:
+            raise ValueError(
+                f"n_tokens is {length}, but {parent!r} has {self.slab.lengths[source]} tokens"
+            )
+        return 0
 
     def reorder(self, seqs, parents, /):
         """One beam step: ``seqs[i]`` becomes what ``parents[i]`` was before the call.
@@ -828,15 +869,9 @@ cdef class BlockManager:
         In that order a prefix stays longer than what follows it. ``KeyError`` when
         ``seq`` is not live.
         """
-        cdef int32_t row
         with cython.critical_section(self.pool):
-            row = self.find(seq)
-            self.reserve_fence(blocks_for(&self.slab, self.slab.lengths[row]))
-            self.unbind(seq, row)
-            shorten(self, row, 0)
-            self.slab.lengths[row] = -1
+            self.unbind(seq)
             self.counts[SEQUENCES_FREED] += 1
-            self.version += 1
 
     # ------------------------------------------------------------ holders
 
@@ -1086,7 +1121,7 @@ cdef class BlockManager:
         cdef int64_t *held = int64_data(held_array)
         cdef int32_t num_blocks = self.blocks.num_blocks
         cdef int32_t row, column, block, length
-        cdef int64_t i, live = 0
+        cdef int64_t i, live = 0, binding = 0
         cdef cnp.ndarray owned = int32_zeros(self.num_rows)
         for seq, number in self.rows_by_seq.items():
             row = number
@@ -1105,7 +1140,9 @@ cdef class BlockManager:
             live -= 1
         for row in range(self.num_rows):
             length = self.slab.lengths[row]
-            if not int32_data(owned)[row] or length < -1:
+            if not int32_data(owned)[row] and length == -1:
+                binding += 1
+            elif not int32_data(owned)[row] or length < -1:
                 raise InvariantError("I2", None, f"row {row} is lost, its length {length}")
             live += 1
             if length < 0:
@@ -1119,7 +1156,7 @@ cdef class BlockManager:
                 if not 0 <= block < num_blocks:
                     raise InvariantError("I2", block, f"no block, in row {row} column {column}")
                 held[block] += 1
-        if live != len(self.rows_by_seq):
+        if binding != self.num_binding or live - binding != len(self.rows_by_seq):
             raise InvariantError(
                 "I2", None, f"{live} rows in use by {len(self.rows_by_seq)} sequences"
             )
