@@ -8,9 +8,10 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,7 +25,23 @@ from kvcore import BlockManager, BlockPool, Counter, OutOfBlocks
 
 THREADS = 8
 
-Name = tuple[int, int]
+Name = Hashable
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An id that collides with others and is compared by Python code, which lets others run."""
+
+    thread: int
+    number: int
+
+    def __hash__(self) -> int:
+        return self.number % 4
+
+
+def in_c(thread: int, number: int) -> Name:
+    """An id that is compared without running Python code."""
+    return thread, number
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +114,10 @@ def test_K9_01_every_reading_while_others_write_is_of_one_moment() -> None:
     assert bm.gauges().used == 0
 
 
-def test_K9_01_a_shared_pool_never_gives_a_block_to_two_holders() -> None:
+@pytest.mark.parametrize("name", [in_c, Compared])
+def test_K9_01_a_shared_pool_never_gives_a_block_to_two_holders(
+    name: Callable[[int, int], Name],
+) -> None:
     """8 threads, two managers on one pool, every changing call, and blocks run out."""
     pool = BlockPool(60)
     managers = [BlockManager(60, 4, pool=pool, rows=1, columns=1) for _ in range(2)]
@@ -131,7 +151,7 @@ def test_K9_01_a_shared_pool_never_gives_a_block_to_two_holders() -> None:
                 claim(blocks_of([seq for seq in seqs if seq in bm]))
 
         def allocate() -> None:
-            seq = (thread, next(names))
+            seq = name(thread, next(names))
             bm.allocate(seq, rng.randrange(12))
             mine.append(seq)
             claim(blocks_of([seq]))
@@ -151,7 +171,7 @@ def test_K9_01_a_shared_pool_never_gives_a_block_to_two_holders() -> None:
                 bm.append_batch(bm.rows(mine), np.empty(len(mine), np.int64))
 
         def fork() -> None:
-            seq = (thread, next(names))
+            seq = name(thread, next(names))
             bm.fork(rng.choice(mine), seq)
             mine.append(seq)
 
