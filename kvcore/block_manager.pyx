@@ -508,7 +508,8 @@ cdef class BlockManager:
         """Whether ``allocate`` of that many tokens would leave ``watermark`` blocks. O(1)."""
         cdef int32_t length = integer(n_tokens, "n_tokens", 0, MAX_TOKENS)
         cdef int64_t reserve = integer(watermark, "watermark", 0, MAX_TOKENS)
-        return available_blocks(self.blocks) - blocks_for(&self.slab, length) >= reserve
+        with cython.critical_section(self.pool):
+            return available_blocks(self.blocks) - blocks_for(&self.slab, length) >= reserve
 
     def append_slot(self, seq, /):
         """The slot for one new token: ``(block, offset, cow_src)``. O(1).
@@ -928,7 +929,8 @@ cdef class BlockManager:
     @property
     def num_available(self):
         """Blocks that can be taken now: free ones and evictable ones."""
-        return available_blocks(self.blocks)
+        with cython.critical_section(self.pool):
+            return available_blocks(self.blocks)
 
     @property
     def block_size(self):

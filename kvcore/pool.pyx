@@ -97,7 +97,8 @@ cdef class BlockPool:
 
     @property
     def num_used(self):
-        return self.state.num_blocks - available_blocks(&self.state)
+        with cython.critical_section(self):
+            return self.state.num_blocks - available_blocks(&self.state)
 
     @property
     def ref(self):

@@ -178,7 +178,8 @@ NOT_INTEGERS: list[Any] = [
     int,
     np.float64(3.0),
     np.float32(3.0),
-    np.bool_(True),
+    # Before numpy 2 it was an index, with a warning.
+    *([np.bool_(True)] if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else []),
     np.array([3]),
     np.array([3, 3]),
     np.array(3.0),
