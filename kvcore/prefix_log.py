@@ -35,6 +35,9 @@ class Removed(NamedTuple):
 class Cleared(NamedTuple):
     """Everything told so far is void. What is still there follows, parents first."""
 
+    epoch: int = 0
+    """The epoch that all which follows belongs to."""
+
 
 Change = Stored | Removed | Cleared
 """What a drain returns a list of."""
