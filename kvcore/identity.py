@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from operator import attrgetter, index
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 __all__ = [
     "MAX_PART_BYTES",
@@ -51,8 +50,46 @@ _INTEGER = struct.Struct(">q")
 _SPAN = struct.Struct(">qQ")
 
 
-@dataclass(frozen=True, slots=True)
-class Namespace:
+class _Frozen:
+    """A value made of the parts that ``__match_args__`` names.
+
+    What a frozen dataclass is, without what the module ``dataclasses`` adds to the time that
+    ``import kvcore`` takes.
+    """
+
+    __slots__ = ()
+    __match_args__: tuple[str, ...] = ()
+
+    def _set(self, **parts: object) -> None:
+        for name, value in parts.items():
+            object.__setattr__(self, name, value)
+
+    def _parts(self) -> tuple[Any, ...]:
+        return tuple(getattr(self, name) for name in self.__match_args__)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{name} of a {type(self).__name__} cannot be changed")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name} of a {type(self).__name__} cannot be deleted")
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return self._parts() == other._parts()
+
+    def __hash__(self) -> int:
+        return hash(self._parts())
+
+    def __repr__(self) -> str:
+        parts = zip(self.__match_args__, self._parts(), strict=True)
+        return f"{type(self).__name__}({', '.join(f'{name}={part!r}' for name, part in parts)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._parts()
+
+
+class Namespace(_Frozen):
     """Who may share blocks: every part takes part in the identity of every block.
 
     Text and bytes of the same content are two different values, and a part that is absent
@@ -79,41 +116,50 @@ class Namespace:
         A part of another type, empty, or beyond ``MAX_PART_BYTES`` or 64 bits.
     """
 
-    model: str | bytes | None = None
-    lora: str | bytes | None = None
-    lora_version: int | None = None
-    salt: str | bytes | None = None
-    extra: tuple[tuple[str, str | bytes | int], ...] = ()
-    _key: bytes = field(init=False, repr=False, compare=False)
+    __slots__ = ("_key", "extra", "lora", "lora_version", "model", "salt")
+    __match_args__ = ("model", "lora", "lora_version", "salt", "extra")
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "extra", _sorted_by_name(self.extra))
-        parts = bytearray()
-        for number, name in enumerate(_FIELDS):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if name == "lora_version":
-                value = _integer(name, value, -(2**63))
-                object.__setattr__(self, name, value)
-            elif not isinstance(value, str | bytes):
+    model: str | bytes | None
+    lora: str | bytes | None
+    lora_version: int | None
+    salt: str | bytes | None
+    extra: tuple[tuple[str, str | bytes | int], ...]
+
+    def __init__(
+        self,
+        model: str | bytes | None = None,
+        lora: str | bytes | None = None,
+        lora_version: int | None = None,
+        salt: str | bytes | None = None,
+        extra: tuple[tuple[str, str | bytes | int], ...] = (),
+    ) -> None:
+        for name, value in (("model", model), ("lora", lora), ("salt", salt)):
+            if not isinstance(value, str | bytes | None):
                 raise TypeError(_wrong_type(name, "str or bytes", value))
-            parts.append(number)
-            parts += _value(name, value)
-        for name, value in self.extra:
+        if lora_version is not None:
+            lora_version = _integer("lora_version", lora_version, -(2**63))
+        extra = _sorted_by_name(extra)
+        parts = bytearray()
+        for number, value in enumerate((model, lora, lora_version, salt)):
+            if value is not None:
+                parts.append(number)
+                parts += _value(_FIELDS[number], value)
+        for name, value in extra:
             parts.append(_EXTRA)
             parts += _framed(name.encode())
             parts += _value(f"extra part {name!r}", value)
         key = _NAMESPACE + _framed(bytes(parts)) if parts else b""
-        object.__setattr__(self, "_key", key)
+        self._set(
+            model=model, lora=lora, lora_version=lora_version, salt=salt, extra=extra, _key=key
+        )
 
     def key(self) -> bytes:
         """Return the bytes that stand for this namespace: ``b""`` if it has no part."""
-        return self._key
+        key: bytes = self._key
+        return key
 
 
-@dataclass(frozen=True, slots=True)
-class Media:
+class Media(_Frozen):
     """One media item of a prompt: its tokens are ``start`` up to, not including, ``stop``.
 
     Parameters
@@ -125,20 +171,20 @@ class Media:
         it was processed. Compared as a whole, up to ``MAX_PART_BYTES``.
     """
 
+    __slots__ = __match_args__ = ("start", "stop", "digest")
+
     start: int
     stop: int
     digest: bytes
 
-    def __post_init__(self) -> None:
-        for name in ("start", "stop"):
-            object.__setattr__(self, name, _integer(name, getattr(self, name), 0))
-        if self.stop <= self.start:
-            raise ValueError(
-                f"stop must be beyond start, got the empty span {self.start}:{self.stop}"
-            )
-        if not isinstance(self.digest, bytes):
-            raise TypeError(_wrong_type("digest", "bytes", self.digest))
-        _check_size("digest", self.digest)
+    def __init__(self, start: int, stop: int, digest: bytes) -> None:
+        start, stop = _integer("start", start, 0), _integer("stop", stop, 0)
+        if stop <= start:
+            raise ValueError(f"stop must be beyond start, got the empty span {start}:{stop}")
+        if not isinstance(digest, bytes):
+            raise TypeError(_wrong_type("digest", "bytes", digest))
+        _check_size("digest", digest)
+        self._set(start=start, stop=stop, digest=digest)
 
 
 class MediaPart(NamedTuple):
@@ -163,9 +209,9 @@ def namespace_key(namespace: Namespace | str | bytes | None) -> bytes:
     if namespace is None:
         return b""
     if isinstance(namespace, Namespace):
-        return namespace._key
+        return namespace.key()
     if isinstance(namespace, str | bytes):
-        return Namespace(salt=namespace)._key
+        return Namespace(salt=namespace).key()
     raise TypeError(_wrong_type("namespace", "a Namespace, str, bytes or None", namespace))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import pickle
 from typing import Any
@@ -120,12 +121,29 @@ def test_further_parts_have_no_order() -> None:
     assert len(set(namespaces)) == len({namespace.key() for namespace in namespaces}) == 1
 
 
-def test_a_namespace_survives_pickling_and_hashing() -> None:
-    namespace = Namespace(model="m", lora=b"l", lora_version=2, salt="s", extra=(("a", 1),))
-    again = pickle.loads(pickle.dumps(namespace))
-    assert again == namespace
-    assert hash(again) == hash(namespace)
-    assert again.key() == namespace.key()
+@pytest.mark.parametrize(
+    "value",
+    [
+        Namespace(model="m", lora=b"l", lora_version=2, salt="s", extra=(("a", 1),)),
+        Namespace(),
+        Media(3, 5, b"d"),
+    ],
+    ids=repr,
+)
+def test_namespaces_and_media_are_plain_values(value: Any) -> None:
+    for again in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value), eval(repr(value))):
+        assert again == value
+        assert hash(again) == hash(value)
+        if isinstance(value, Namespace):
+            assert again.key() == value.key()
+    assert value != tuple(getattr(value, name) for name in value.__match_args__)
+    first = value.__match_args__[0]
+    with pytest.raises(AttributeError, match=f"{first} of a {type(value).__name__} cannot be cha"):
+        setattr(value, first, 1)
+    with pytest.raises(AttributeError, match=f"{first} of a {type(value).__name__} cannot be del"):
+        delattr(value, first)
+    with pytest.raises(AttributeError):
+        value.other = 1
 
 
 def test_a_version_may_be_a_numpy_integer() -> None:
