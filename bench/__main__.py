@@ -10,7 +10,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bench import allocate, append, evict, flat, footprint, peers, report, step
+from bench import (
+    allocate,
+    append,
+    evict,
+    flat,
+    footprint,
+    never_hits,
+    peers,
+    prefix,
+    report,
+    step,
+)
 from bench.extensions import UnavailableError
 from bench.harness import Row, Timing, measure
 
@@ -20,6 +31,7 @@ GROUPS: tuple[Group, ...] = (
     ("the next token", append.rows, report.ratio_head, report.ratio_line),
     ("whole sequences", allocate.rows, report.ratio_head, report.ratio_line),
     ("evictable blocks", evict.rows, report.ratio_head, report.ratio_line),
+    ("prefix sharing", prefix.rows, report.ratio_head, report.ratio_line),
     ("scheduler", step.rows, report.ratio_head, report.ratio_line),
     ("growth", flat.rows, report.growth_head, report.growth_lines),
 )
@@ -43,9 +55,17 @@ def run(pattern: str) -> dict[str, Any]:
                 continue
             result["rows"].append(report.timing_as_json(group, timing))
             print(line(timing), flush=True)
-    figures = [one for one in footprint.figures() if matches("footprint", one.name, pattern)]
+    figures = [
+        one
+        for group, of_group in (
+            ("footprint", footprint.figures),
+            ("whole loads", never_hits.figures),
+        )
+        for one in of_group()
+        if matches(group, one.name, pattern)
+    ]
     if figures:
-        print("\nFOOTPRINT")
+        print("\nFOOTPRINT AND WHOLE LOADS")
     for figure in figures:
         try:
             measured = figure.measure()
@@ -71,8 +91,7 @@ def summary(result: dict[str, Any]) -> str:
     missed += [figure["name"] for figure in result["figures"] if figure["missed"]]
     lines = [f"missed: {'; '.join(missed) or 'none'}"]
     lines += [f"skipped: {name}: {reason}" for name, reason in result["skipped"].items()]
-    if peers.absent():
-        lines.append(f"peers not installed: {', '.join(peers.absent())}")
+    lines += [f"peer {name}: {reason}" for name, reason in peers.absent().items()]
     return "\n".join(lines)
 
 

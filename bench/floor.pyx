@@ -6,6 +6,8 @@ cache, arrays) is created, and the array arguments are looked at as kvcore must 
 
 cimport cython
 cimport numpy as cnp
+from libc.stdint cimport int32_t
+from libc.string cimport memcmp, memcpy
 
 cnp.import_array()
 
@@ -47,8 +49,37 @@ cdef class Floor:
             raise ValueError
         return cnp.PyArray_DIM(row_array, 0), None
 
-    def allocate(self, seq, n_tokens, /):
-        return None
+    def allocate(
+        self, seq, n_tokens=None, /, *,
+        tokens=None, namespace=None, media=(), retention=(), resumed=False, partial_hit=False,
+    ):
+        return 0 if tokens is None else self.block
+
+    def match(self, tokens, /, *, namespace=None, media=()):
+        return self.block
+
+    def commit(self, seq, tokens=None, /, *, n_settled=None):
+        return self.block
+
+    def commit_batch(self, rows, tokens, /):
+        if not cnp.PyArray_Check(rows) or not cnp.PyArray_Check(tokens):
+            raise TypeError
+        cdef cnp.ndarray row_array = <cnp.ndarray> rows
+        cdef cnp.ndarray token_array = <cnp.ndarray> tokens
+        if (
+            cnp.PyArray_TYPE(row_array) != cnp.NPY_INT32
+            or cnp.PyArray_NDIM(row_array) != 1
+            or not cnp.PyArray_ISCARRAY_RO(row_array)
+            or cnp.PyArray_TYPE(token_array) != cnp.NPY_INT32
+            or cnp.PyArray_NDIM(token_array) != 1
+            or not cnp.PyArray_ISCARRAY_RO(token_array)
+            or cnp.PyArray_DIM(token_array, 0) != cnp.PyArray_DIM(row_array, 0)
+        ):
+            raise ValueError
+        return self.block
+
+    def evict(self, count, /):
+        return self.block
 
     def free_seq(self, seq, /):
         return None
@@ -80,6 +111,45 @@ cdef class Floor:
     def step(self):
         """A fresh list of the running sequences: the least that a step must return."""
         return self.running[:]
+
+
+# ------------------------------------------------------------ the bytes of a prefix
+def compare_blocks(tokens, store, blocks, /):
+    """How many leading rows of ``store``, in the order of ``blocks``, equal the tokens.
+
+    What verifying a match costs at least: each block of the prompt against one row of an
+    array of blocks, wherever that lies.
+    """
+    cdef cnp.ndarray token_array = <cnp.ndarray> tokens
+    cdef cnp.ndarray store_array = <cnp.ndarray> store
+    cdef cnp.ndarray block_array = <cnp.ndarray> blocks
+    cdef const char *wanted = <const char *> cnp.PyArray_DATA(token_array)
+    cdef const char *rows = <const char *> cnp.PyArray_DATA(store_array)
+    cdef const int32_t *ids = <const int32_t *> cnp.PyArray_DATA(block_array)
+    cdef cnp.npy_intp size = cnp.PyArray_STRIDE(store_array, 0)
+    cdef cnp.npy_intp count = cnp.PyArray_DIM(block_array, 0)
+    cdef cnp.npy_intp i = 0
+    with nogil:
+        while i < count and memcmp(wanted + i * size, rows + ids[i] * size, size) == 0:
+            i += 1
+    return i
+
+
+def copy_blocks(tokens, store, blocks, /):
+    """Write the tokens into rows of ``store``: what storing a prefix costs at least."""
+    cdef cnp.ndarray token_array = <cnp.ndarray> tokens
+    cdef cnp.ndarray store_array = <cnp.ndarray> store
+    cdef cnp.ndarray block_array = <cnp.ndarray> blocks
+    cdef const char *source = <const char *> cnp.PyArray_DATA(token_array)
+    cdef char *rows = <char *> cnp.PyArray_DATA(store_array)
+    cdef const int32_t *ids = <const int32_t *> cnp.PyArray_DATA(block_array)
+    cdef cnp.npy_intp size = cnp.PyArray_STRIDE(store_array, 0)
+    cdef cnp.npy_intp count = cnp.PyArray_DIM(block_array, 0)
+    cdef cnp.npy_intp i
+    with nogil:
+        for i in range(count):
+            memcpy(rows + ids[i] * size, source + i * size, size)
+    return count
 
 
 # ------------------------------------------------------------ for bench.instructions

@@ -24,6 +24,8 @@ __all__ = ["Figure", "Measured", "figures"]
 IMPORTS = 21
 BLOCKS = 4_000_000
 SEQUENCES = 100_000
+FINDABLE = 1_000_448
+"""A multiple of the 512 blocks of a prompt."""
 COLUMNS = 80
 
 IMPORT = """
@@ -63,6 +65,20 @@ KEPT_POOL = POOL.format(mark=f"for block in range({BLOCKS}): pool.keep(block)")
 PINNED_POOL = POOL.format(
     mark=f"for block in range({BLOCKS}): pool.keep(block); pool.retain(block); pool.release(block)"
 )
+
+# The prompts are drawn before: what the manager keeps of them is its own copy.
+FINDABLE_POOL = f"""{RESIDENT}
+import numpy
+prompts = numpy.random.default_rng(0).integers(32000, size=({FINDABLE} // 512, 8192), dtype="int32")
+before = resident()
+manager = BlockManager({FINDABLE}, 16, prefix_caching=True, columns=512)
+for prompt in prompts:
+    manager.allocate("prompt", tokens=prompt)
+    manager.commit("prompt")
+    manager.free_seq("prompt")
+assert manager.pool.num_evictable == {FINDABLE}
+print(resident() - before)
+"""
 
 SEQUENCE = f"""{RESIDENT}
 ids = list(range(10**6, 10**6 + {SEQUENCES}))
@@ -147,6 +163,15 @@ def figures() -> Iterator[Figure]:
         yield Figure(
             f"bytes a block, {name}", partial(resident_bytes, script, BLOCKS, million), must
         )
+    yield Figure(
+        "bytes a block, every block findable, 16 tokens",
+        partial(
+            resident_bytes,
+            FINDABLE_POOL,
+            FINDABLE,
+            "a million blocks; their tokens are 64 of them",
+        ),
+    )
     yield Figure(
         "bytes a sequence, int ids",
         partial(

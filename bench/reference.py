@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterable, Sequence
 
-__all__ = ["PoolExhaustedError", "ReferenceManager", "ReferencePool", "ReferenceScheduler"]
+__all__ = [
+    "PoolExhaustedError",
+    "ReferenceManager",
+    "ReferencePool",
+    "ReferencePrefixManager",
+    "ReferenceScheduler",
+]
 
 
 class PoolExhaustedError(Exception):
@@ -155,6 +161,134 @@ class ReferenceManager:
         for block in reversed(self.tables.pop(seq)):
             self.pool.release(block)
         del self.lens[seq]
+
+
+class ReferencePrefixPool(ReferencePool):
+    """A pool whose kept blocks can be found by content: chained, and compared exactly."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.by_content: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
+        """``(uid of the block before, tokens)`` to ``(uid, block)``."""
+        self.content: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.last_uid = 0
+
+    def take(self) -> int:
+        block = super().take()
+        self.drop(block)
+        return block
+
+    def drop(self, block: int) -> None:
+        """The block is found no more."""
+        content = self.content.pop(block, None)
+        if content is not None:
+            del self.by_content[content]
+            self.kept.discard(block)
+
+    def evict(self, count: int) -> int:
+        """Make up to ``count`` evictable blocks free, the longest released first."""
+        count = min(count, len(self.evictable))
+        for _ in range(count):
+            block, _ = self.evictable.popitem(last=False)
+            self.drop(block)
+            self.free.append(block)
+        return count
+
+    def publish(self, block: int, parent: int, tokens: tuple[int, ...]) -> int:
+        """Let the block be found under this content; returns the content's uid."""
+        content = (parent, tokens)
+        found = self.by_content.get(content)
+        if found is not None:
+            return found[0]
+        self.last_uid += 1
+        self.by_content[content] = (self.last_uid, block)
+        self.content[block] = content
+        self.kept.add(block)
+        return self.last_uid
+
+
+class ReferencePrefixManager(ReferenceManager):
+    """A manager that shares equal prefixes: a dict by content, walked block by block."""
+
+    pool: ReferencePrefixPool
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.pool = ReferencePrefixPool(num_blocks)
+        self.known: dict[Hashable, list[int]] = {}
+        self.uids: dict[Hashable, list[int]] = {}
+
+    def walk(self, tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Blocks and uids of the longest cached prefix that leaves a token to compute."""
+        size = self.block_size
+        blocks: list[int] = []
+        uids: list[int] = []
+        uid = 0
+        for start in range(0, (len(tokens) - 1) // size * size, size):
+            found = self.pool.by_content.get((uid, tuple(tokens[start : start + size])))
+            if found is None:
+                break
+            uid, block = found
+            blocks.append(block)
+            uids.append(uid)
+        return blocks, uids
+
+    def match(self, tokens: Sequence[int]) -> int:
+        """Tokens of the longest cached prefix."""
+        return len(self.walk(tokens)[0]) * self.block_size
+
+    def allocate_prompt(self, seq: Hashable, tokens: Sequence[int]) -> int:
+        """A table whose first blocks are the cached ones; returns the tokens they hold."""
+        pool = self.pool
+        blocks, uids = self.walk(tokens)
+        idle = sum(pool.ref[block] == 0 for block in blocks)
+        needed = (len(tokens) + self.block_size - 1) // self.block_size - len(blocks)
+        if needed > len(pool.free) + len(pool.evictable) - idle:
+            raise PoolExhaustedError
+        cached = len(blocks) * self.block_size
+        for block in blocks:
+            pool.retain(block)
+        self.tables[seq] = blocks + [pool.take() for _ in range(needed)]
+        self.lens[seq] = len(tokens)
+        self.known[seq] = list(tokens)
+        self.uids[seq] = uids
+        return cached
+
+    def commit(self, seq: Hashable, tokens: Iterable[int] = ()) -> int:
+        """These tokens follow the known ones; publish the blocks that are full now."""
+        size = self.block_size
+        known = self.known[seq]
+        uids = self.uids[seq]
+        table = self.tables[seq]
+        before = len(uids)
+        known.extend(tokens)
+        for column in range(before, len(known) // size):
+            content = tuple(known[column * size : (column + 1) * size])
+            uids.append(self.pool.publish(table[column], uids[-1] if uids else 0, content))
+        return len(uids) - before
+
+    def commit_batch(self, seqs: Iterable[Hashable], tokens: Iterable[int]) -> int:
+        """One token for each sequence."""
+        return sum(self.commit(seq, (token,)) for seq, token in zip(seqs, tokens, strict=True))
+
+    def truncate(self, seq: Hashable, n_tokens: int) -> None:
+        super().truncate(seq, n_tokens)
+        del self.known[seq][n_tokens:]
+        del self.uids[seq][n_tokens // self.block_size :]
+
+    def append_slot(self, seq: Hashable) -> tuple[int, int, int | None]:
+        table = self.tables[seq]
+        if self.lens[seq] % self.block_size:  # a block that is written again is another one
+            self.pool.drop(table[-1])
+        return super().append_slot(seq)
+
+    def free_seq(self, seq: Hashable) -> None:
+        super().free_seq(seq)
+        del self.known[seq], self.uids[seq]
+
+    def evict(self, count: int) -> int:
+        """Make up to ``count`` cached blocks free."""
+        return self.pool.evict(count)
 
 
 class ReferenceScheduler:

@@ -118,7 +118,7 @@ def ratio_line(timing: Timing) -> str:
         aim = "" if target.aim is None else f", aim {number(target.aim)}"
         unit = "append+pop" if target.against == "list" else target.against
         line += f"  {timing.verdict:7} must {number(target.must)}{aim} x {unit}"
-    for peer in timing.samples.keys() - {"kvcore", "no-op", "list", "reference"}:
+    for peer in sorted(timing.samples.keys() - {"kvcore", "no-op", "list", "reference"}):
         ratios = timing.ratios(peer)
         assert ratios is not None
         line += f"\n{'':{NAME_WIDTH}}{peer} takes {number(1 / ratios[0])} times as long"
