@@ -1,4 +1,4 @@
-"""The two compiled modules; everything else about the package is in pyproject.toml.
+"""The compiled modules; everything else about the package is in pyproject.toml.
 
 ``KVCORE_BUILD`` chooses how they are compiled:
 
@@ -103,7 +103,7 @@ setup(
             include_dirs=[np.get_include()],
             define_macros=macros,
         )
-        for name in ("pool", "block_manager")
+        for name in ("pool", "eviction", "prefix_index", "block_manager")
     ],
     # One directory a kind of build: objects of one must never end up in another's wheel.
     options={"build": {"build_base": f"build/{BUILD}"}},

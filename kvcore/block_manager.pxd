@@ -6,11 +6,22 @@
 #                                   that have not changed since
 #   spare     int32[num_spare]      rows that no sequence has, used last in first out
 #
+# With prefix caching also, by row:
+#
+#   known     leading tokens whose ids the index has in the records of their blocks
+#   published leading blocks that have been published or were found; CLOSED when the
+#             sequence may publish nothing more, for what it builds on was forgotten
+#   eras      the index's era in which the sequence began: in another it publishes nothing
+#   roots     the key of its namespace, referred to
+#   cut_columns
+#             from this column on it publishes nothing: an item of media may be cut there
+#
 # A row holds ceil(length / block_size) blocks, so their number is not stored.
 # A block stands in the same column of every table that has it, and two tables that
-# agree in one column agree in all columns before it: blocks are shared by fork and
-# reorder, which share everything from column 0 on, and a cell changes only while it
-# is a table's last.
+# agree in one column agree in all columns before it: blocks are shared by fork, reorder
+# and prefix hits, which share everything from column 0 on, and a cell changes only while
+# it is a table's last. With prefix caching they agree in content; a column before may be
+# another copy of it.
 #
 # The C interface is the functions at the end: cimport them for a loop of your own.
 # They check nothing and need the GIL, or whatever else keeps other threads away. It
@@ -19,7 +30,12 @@
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
 
-from kvcore.pool cimport BlockPool, pool_t
+from kvcore.pool cimport UNMARKED, BlockPool, pool_t
+from kvcore.prefix_index cimport PrefixIndex, Prompt, index_t
+
+cdef enum:
+    CLOSED = -1
+    UNCUT = 2147483647
 
 
 # What a token that takes no block needs to find its slot. A loop works on a copy of it:
@@ -29,6 +45,7 @@ cdef struct slab_t:
     int32_t *tables
     int32_t *lengths
     int32_t *ref
+    int32_t *marks  # the pool's, if some blocks may not be written; else NULL
     int64_t num_columns
     int32_t block_size
     int32_t shift
@@ -49,6 +66,18 @@ cdef class BlockManager:
     cdef int32_t num_binding  # rows on their way to a sequence, while its id is compared
     cdef dict rows_by_seq
 
+    cdef PrefixIndex prefix  # None without prefix caching
+    cdef index_t *contents   # its state, or NULL
+    cdef int32_t *known_tokens
+    cdef int32_t *published_blocks
+    cdef int32_t *eras
+    cdef int32_t *roots
+    cdef int32_t *cut_columns
+    cdef bint merge_duplicates
+    cdef int64_t pin_quota
+    cdef int64_t num_prefix_pins
+    cdef dict retention_by_row
+
     # References dropped while a step was in flight, oldest first, each with the newest
     # step issued when it was dropped.
     cdef int64_t steps_issued
@@ -60,6 +89,7 @@ cdef class BlockManager:
 
     cdef int64_t generation  # of the arrays below
     cdef cnp.ndarray table_array, length_array, mirrored_array, spare_array
+    cdef tuple prefix_arrays
     cdef cnp.ndarray count_array, fenced_array, fenced_until_array, pair_array
     cdef object __weakref__
 
@@ -77,7 +107,17 @@ cdef class BlockManager:
     cdef int too_long(self, int32_t row, int64_t n_tokens) except -1
     cdef cnp.ndarray copies(self, cnp.npy_intp count)
     cdef int reserve_fence(self, int64_t references) except -1
-    cdef int out_of_blocks(self, int64_t needed) except -1
+    cdef int out_of_blocks(self, int64_t needed, int64_t available) except -1
+    cdef Prompt as_prompt(self, tokens, namespace, media)
+    cdef int32_t length_of(self, n_tokens, tokens, Prompt prompt) except -1
+    cdef cnp.ndarray ids_to_commit(self, tokens)
+    cdef int check_known(self, int32_t row, int32_t position, int32_t token) except -1
+    cdef list blocks_pinned(self)
+    cdef void read_tokens(self, int32_t row, int32_t *out, int64_t count) noexcept
+    cdef void retain_blocks(self, int32_t row, int32_t start, int32_t stop) noexcept
+    cdef int retain_like(self, int32_t row, int32_t source) except -1
+    cdef int check_content(self, int32_t row) except -1
+    cdef void inherit(self, int32_t row, int32_t source) noexcept
 
 
 cdef inline int32_t full_blocks(const slab_t *slab, int32_t n_tokens) noexcept nogil:
@@ -102,7 +142,8 @@ cdef inline int32_t *table_of(const slab_t *slab, int32_t row) noexcept nogil:
 cdef inline bint append_in_place(
     const slab_t *slab, int32_t row, int32_t *block, int32_t *offset
 ) noexcept nogil:
-    """One more token in the row's last block, if that has room and no other holder.
+    """One more token in the row's last block, if that has room, no other holder and no
+    identity.
 
     Else nothing changes. Needs: a live row of fewer than 2**31 - 1 tokens.
     """
@@ -114,7 +155,7 @@ cdef inline bint append_in_place(
     if within == 0:
         return False
     last = <uint32_t>slab.tables[<uint32_t>row * <uint64_t>slab.num_columns + column]
-    if slab.ref[last] > 1:
+    if slab.ref[last] > 1 or (slab.marks != NULL and slab.marks[last] != UNMARKED):
         return False
     slab.lengths[row] = <int32_t>length + 1
     block[0] = <int32_t>last

@@ -1,14 +1,23 @@
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Self, SupportsIndex, final
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Self, SupportsIndex, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcore.eviction import Retention
 from kvcore.gauges import Gauges
-from kvcore.pool import BlockPool
+from kvcore.identity import Media, Namespace
+from kvcore.pool import BlockPool, EvictionPolicy
+from kvcore.prefix_index import PrefixIndex, Prompt
+from kvcore.prefix_pin import PrefixPin
 from kvcore.views import FreeBlocks, Lengths, Tables
 
-__all__ = ["BlockManager", "BlockTable"]
+__all__ = ["AllocationPlan", "BlockManager", "BlockTable"]
+
+class AllocationPlan(NamedTuple):
+    cached_tokens: int
+    needed: int
+    available: int
 
 @final
 class BlockTable:
@@ -30,6 +39,10 @@ class BlockManager:
         pool: BlockPool | None = None,
         rows: SupportsIndex = 64,
         columns: SupportsIndex = 64,
+        prefix_caching: bool = False,
+        eviction: EvictionPolicy | None = None,
+        merge_duplicates: bool = False,
+        pin_quota: SupportsIndex | None = None,
     ) -> Self: ...
     @property
     def num_blocks(self) -> int: ...
@@ -41,8 +54,53 @@ class BlockManager:
     def pool(self) -> BlockPool: ...
 
     # ------------------------------------------------------------ sequences
-    def allocate(self, seq: Hashable, n_tokens: SupportsIndex, /) -> None: ...
-    def can_allocate(self, n_tokens: SupportsIndex, /, watermark: SupportsIndex = 0) -> bool: ...
+    @overload
+    def allocate(
+        self,
+        seq: Hashable,
+        n_tokens: SupportsIndex | None = None,
+        /,
+        *,
+        tokens: Any = None,
+        namespace: Namespace | str | bytes | None = None,
+        media: Sequence[Media] = (),
+        retention: Iterable[Retention] = (),
+        resumed: bool = False,
+        partial_hit: Literal[False] = False,
+    ) -> int: ...
+    @overload
+    def allocate(
+        self,
+        seq: Hashable,
+        n_tokens: SupportsIndex | None = None,
+        /,
+        *,
+        tokens: Any = None,
+        namespace: Namespace | str | bytes | None = None,
+        media: Sequence[Media] = (),
+        retention: Iterable[Retention] = (),
+        resumed: bool = False,
+        partial_hit: Literal[True],
+    ) -> tuple[int, tuple[int, int, int] | None]: ...
+    def plan_allocate(
+        self,
+        n_tokens: SupportsIndex | None = None,
+        /,
+        *,
+        tokens: Any = None,
+        namespace: Namespace | str | bytes | None = None,
+        media: Sequence[Media] = (),
+    ) -> AllocationPlan: ...
+    def can_allocate(
+        self,
+        n_tokens: SupportsIndex | None = None,
+        /,
+        watermark: SupportsIndex = 0,
+        *,
+        tokens: Any = None,
+        namespace: Namespace | str | bytes | None = None,
+        media: Sequence[Media] = (),
+    ) -> bool: ...
     def append_slot(self, seq: Hashable, /) -> tuple[int, int, int | None]: ...
     def append_slots(
         self, seq: Hashable, n_tokens: SupportsIndex, /
@@ -57,6 +115,59 @@ class BlockManager:
     ) -> None: ...
     def reorder(self, seqs: Sequence[Hashable], parents: Sequence[Hashable], /) -> None: ...
     def free_seq(self, seq: Hashable, /) -> None: ...
+
+    # ------------------------------------------------------------ prefixes
+    def prompt(
+        self,
+        tokens: Any,
+        /,
+        *,
+        namespace: Namespace | str | bytes | None = None,
+        media: Sequence[Media] = (),
+    ) -> Prompt: ...
+    def prompt_of(self, seq: Hashable, /) -> Prompt: ...
+    def match(
+        self,
+        tokens: Any,
+        /,
+        *,
+        namespace: Namespace | str | bytes | None = None,
+        media: Sequence[Media] = (),
+    ) -> int: ...
+    def commit(
+        self, seq: Hashable, tokens: Any = None, /, *, n_settled: SupportsIndex | None = None
+    ) -> int: ...
+    def commit_batch(self, rows: NDArray[np.int32], tokens: Any, /) -> int: ...
+    def known(self, seq: Hashable, /) -> int: ...
+    def published(self, seq: Hashable, /) -> int: ...
+    def tokens(self, seq: Hashable, /) -> NDArray[np.int32]: ...
+    def retention(self, seq: Hashable, /) -> tuple[Retention, ...]: ...
+    def reset(self) -> list[int]: ...
+    @property
+    def epoch(self) -> int: ...
+    def set_epoch(self, epoch: SupportsIndex, /) -> list[int]: ...
+    def forget(
+        self,
+        tokens: Any,
+        /,
+        *,
+        namespace: Namespace | str | bytes | None = None,
+        media: Sequence[Media] = (),
+    ) -> int: ...
+    def evict(self, count: SupportsIndex, /) -> int: ...
+    def pin_prefix(
+        self,
+        tokens: Any,
+        /,
+        *,
+        namespace: Namespace | str | bytes | None = None,
+        media: Sequence[Media] = (),
+    ) -> PrefixPin: ...
+    def _release_prefix(self, blocks: tuple[int, ...], /) -> None: ...
+    @property
+    def prefix_caching(self) -> bool: ...
+    @property
+    def prefix_index(self) -> PrefixIndex | None: ...
 
     # ------------------------------------------------------------ holders
     def pin(self, block: SupportsIndex, /) -> None: ...

@@ -16,31 +16,43 @@ share pools.
 
 cimport cython
 cimport numpy as cnp
-from cpython.buffer cimport PyObject_GetBuffer
+from cpython.buffer cimport Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.dict cimport PyDict_GetItemWithError
 from cpython.object cimport PyObject
-from libc.stdint cimport int32_t, int64_t, uint32_t, uint64_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
 from operator import index as as_index
+from typing import NamedTuple
 from weakref import ref as weak_reference
 
 import numpy as np
 
 from kvcore._arguments cimport integer, items
 from kvcore._arrays cimport int32_data, int32_table, int32_zeros, int64_data, int64_zeros
+from kvcore.eviction cimport RetentionPriority
+from kvcore._token_input cimport (
+    bad_token, copy_buffer, copy_list, open_buffer, token_source,
+)
 from kvcore.pool cimport (
-    BlockPool, available_blocks, release_block, release_blocks_reversed, take_block, take_blocks,
+    KEPT, BlockPool, available_blocks, lose_content, release_block, release_blocks_reversed,
+    take_blocks, unlink_evictable,
+)
+from kvcore.prefix_index cimport (
+    BARRED, NOWHERE, UNKNOWN_KEY, PrefixIndex, Prompt, begin_content, drop_key, find_beginning,
+    find_twin, hash_of, hold_key, index_t, make_prompt, publish, set_key, tokens_of,
 )
 
 from kvcore.counters import Counter
 from kvcore.errors import InvariantError, OutOfBlocks
+from kvcore.eviction import Retention
 from kvcore.gauges import Gauges
+from kvcore.prefix_pin import PrefixPin
 from kvcore.views import FreeBlocks, Lengths, Tables
 
 cnp.import_array()
 
-__all__ = ["BlockManager", "BlockTable"]
+__all__ = ["AllocationPlan", "BlockManager", "BlockTable"]
 
 cdef enum:
     MAX_TOKENS = 2147483647  # 2**31 - 1: lengths are int32
@@ -56,6 +68,12 @@ cdef enum:
     TOKENS_APPENDED
     COW_COPIES
     OUT_OF_BLOCKS
+    PROMPT_TOKENS
+    CACHED_TOKENS
+    RESUMED_TOKENS
+    RESUMED_CACHED_TOKENS
+    BLOCKS_PUBLISHED
+    DUPLICATES_MERGED
     NUM_COUNTERS
 
 assert NUM_COUNTERS == len(Counter)
@@ -71,21 +89,41 @@ cdef enum:
     NO_CELL = -2  # the slab has no column for it yet
 
 
+class AllocationPlan(NamedTuple):
+    """What ``allocate`` would do now; it succeeds if ``needed <= available``.
+
+    Attributes
+    ----------
+    cached_tokens : int
+        Leading tokens that are in the cache.
+    needed : int
+        Blocks that it would take.
+    available : int
+        Blocks that it could take: cached ones that it would share are not among them.
+    """
+
+    cached_tokens: int
+    needed: int
+    available: int
+
+
 # ---------------------------------------------------------------- one table, in C
 
 
-cdef inline int32_t take(BlockManager self) noexcept nogil:
-    """Needs: a block is available."""
-    self.counts[EVICTIONS] += self.blocks.num_free == 0
-    self.counts[BLOCKS_TAKEN] += 1
-    return take_block(self.blocks)
-
-
-cdef inline void take_many(BlockManager self, int32_t count, int32_t *cells) noexcept nogil:
-    """Needs: that many blocks are available."""
+cdef inline void take_into(
+    BlockManager self, int32_t row, int32_t column, int32_t count
+) noexcept nogil:
+    """Fill cells of a row with blocks. Needs: that many blocks are available."""
+    cdef int32_t *cells = table_of(&self.slab, row) + column
+    cdef int32_t i
     self.counts[EVICTIONS] += max(0, count - self.blocks.num_free)
     self.counts[BLOCKS_TAKEN] += count
     take_blocks(self.blocks, count, cells)
+    if self.contents != NULL:
+        for i in range(count):
+            begin_content(
+                self.contents, cells[i], self.roots[row] if column + i == 0 else 0
+            )
 
 
 cdef inline void drop(BlockManager self, const int32_t *cells, int32_t count) noexcept nogil:
@@ -104,6 +142,23 @@ cdef inline void drop(BlockManager self, const int32_t *cells, int32_t count) no
         self.num_fenced += 1
 
 
+cdef inline void copy_content(
+    index_t *contents, int32_t source, int32_t copy, int32_t n_tokens
+) noexcept nogil:
+    """What is known of the first ``n_tokens`` of a block is true of its copy."""
+    cdef int32_t known = min(contents.filled[source], n_tokens)
+    memcpy(tokens_of(contents, copy), tokens_of(contents, source), known * sizeof(int32_t))
+    contents.filled[copy] = known
+    set_key(contents, copy, contents.records[source].key)
+
+
+cdef inline void open_tail(BlockManager self, int32_t block) noexcept nogil:
+    """Its last holder is about to write into a block: it loses its identity, if it has one."""
+    if self.contents != NULL and self.slab.marks[block] != UNMARKED:
+        lose_content(self.blocks, block)
+        self.contents.records[block].parent = 0  # not BARRED: what comes is new
+
+
 cdef inline int32_t own_tail(BlockManager self, int32_t row, int32_t column) noexcept nogil:
     """Copy on write: a fresh block for the shared one at the row's last ``column``.
 
@@ -112,7 +167,12 @@ cdef inline int32_t own_tail(BlockManager self, int32_t row, int32_t column) noe
     """
     cdef int32_t *cell = table_of(&self.slab, row) + column
     cdef int32_t shared = cell[0]
-    cell[0] = take(self)
+    take_into(self, row, column, 1)
+    if self.contents != NULL:
+        copy_content(
+            self.contents, shared, cell[0],
+            self.slab.lengths[row] - column * self.slab.block_size,
+        )
     drop(self, &shared, 1)
     self.counts[COW_COPIES] += 1
     self.mirrored[row] = min(self.mirrored[row], column)
@@ -129,8 +189,15 @@ cdef int32_t append_with_block(
     """
     cdef int32_t length = self.slab.lengths[row]
     cdef int32_t column = full_blocks(&self.slab, length)
+    cdef int32_t last
     offset[0] = length - column * self.slab.block_size
     copy_source[0] = -1
+    if offset[0] > 0:
+        last = table_of(&self.slab, row)[column]
+        if self.blocks.ref[last] == 1:
+            open_tail(self, last)
+            self.slab.lengths[row] = length + 1
+            return last
     if available_blocks(self.blocks) == 0:
         return NO_BLOCK
     if offset[0] > 0:
@@ -138,7 +205,7 @@ cdef int32_t append_with_block(
     elif column == self.slab.num_columns:
         return NO_CELL
     else:
-        table_of(&self.slab, row)[column] = take(self)
+        take_into(self, row, column, 1)
     self.slab.lengths[row] = length + 1
     return table_of(&self.slab, row)[column]
 
@@ -224,13 +291,189 @@ cdef inline int32_t blocks_to_append(
     return growth + (n_tokens > 0 and tail_is_shared(self, row))
 
 
+cdef void know_less(
+    BlockManager self, int32_t row, int32_t n_tokens, int32_t length
+) noexcept nogil:
+    """A row that knew up to ``length`` tokens has the first ``n_tokens`` only.
+
+    Where that leaves a part of a block that media touch, the block's key says more than
+    is there: whatever is appended, it and what follows are never published.
+    """
+    cdef int32_t column = full_blocks(&self.slab, n_tokens)
+    cdef int32_t block
+    self.known_tokens[row] = min(self.known_tokens[row], n_tokens)
+    self.published_blocks[row] = min(self.published_blocks[row], column)
+    if self.cut_columns[row] >= blocks_for(&self.slab, n_tokens):
+        self.cut_columns[row] = UNCUT
+    if n_tokens < length and n_tokens > column * self.slab.block_size:
+        block = table_of(&self.slab, row)[column]
+        if self.contents.records[block].key != (self.roots[row] if column == 0 else 0):
+            self.cut_columns[row] = column
+
+
 cdef inline void shorten(BlockManager self, int32_t row, int32_t n_tokens) noexcept nogil:
     """Needs: 0 <= n_tokens <= length, reserve_fence for the blocks that go."""
     cdef int32_t kept = blocks_for(&self.slab, n_tokens)
     cdef int32_t held = blocks_for(&self.slab, self.slab.lengths[row])
+    if self.contents != NULL:
+        know_less(self, row, n_tokens, self.slab.lengths[row])
     drop(self, table_of(&self.slab, row) + kept, held - kept)
     self.slab.lengths[row] = n_tokens
     self.mirrored[row] = min(self.mirrored[row], kept)
+
+
+# ---------------------------------------------------------------- prefixes, in C
+
+
+cdef inline void claim(BlockManager self, int32_t block) noexcept nogil:
+    """One more holder of a block that a prefix match found."""
+    if self.blocks.ref[block] == 0:
+        unlink_evictable(self.blocks, block, KEPT)
+    self.blocks.ref[block] += 1
+    if self.blocks.eviction.hit != NULL:
+        self.blocks.eviction.hit(self.blocks.eviction.state, block)
+
+
+cdef int32_t find_prefix(
+    BlockManager self, Prompt prompt, int32_t length, int32_t *idle
+) noexcept:
+    """Leading blocks that an allocation of ``length`` tokens shares; ``*idle``: of them, idle.
+
+    One token at least is left to compute. Needs: the keys of the prompt are resolved.
+    """
+    cdef int32_t limit = 0
+    cdef int32_t found, i
+    idle[0] = 0
+    if length > 0:
+        limit = min(prompt.num_full, full_blocks(&self.slab, length - 1))
+        limit = min(limit, prompt.cut_column)
+    found = self.prefix.walk(prompt, limit)
+    for i in range(found):
+        idle[0] += self.blocks.ref[prompt.blocks[i]] == 0
+    return found
+
+
+cdef int32_t find_tail(
+    BlockManager self, Prompt prompt, int32_t length, int32_t found, int32_t *alike
+) noexcept:
+    """A block to copy the next tokens from, after ``found`` blocks; or NOWHERE.
+
+    Needs: allocate_siblings; find_prefix in this call.
+    """
+    cdef int32_t start = found * self.slab.block_size
+    cdef int32_t count = min(min(prompt.num_tokens, length - 1) - start, self.slab.block_size)
+    cdef int32_t key = 0, i
+    alike[0] = 0
+    for i in range(prompt.num_keys):
+        if prompt.key_columns[i] == found:
+            key = prompt.key_numbers[i]
+            # Media tokens are placeholders: what they stand for is all or nothing.
+            if key == UNKNOWN_KEY or prompt.keys[i] != prompt.namespace_key:
+                return NOWHERE
+    if count <= 0 or found >= prompt.cut_column:
+        return NOWHERE
+    return find_beginning(
+        self.contents, prompt.uids[found - 1] if found else 0, key,
+        prompt.tokens + start, count, alike,
+    )
+
+
+cdef void write_prompt(
+    BlockManager self, int32_t row, Prompt prompt, int32_t found
+) noexcept nogil:
+    """Note the tokens of a prompt that its row was just given blocks for, after ``found``."""
+    cdef index_t *contents = self.contents
+    cdef int32_t size = self.slab.block_size
+    cdef const int32_t *cells = table_of(&self.slab, row)
+    cdef int32_t column, block, count, i
+    for column in range(found, blocks_for(&self.slab, prompt.num_tokens)):
+        block = cells[column]
+        count = min(size, prompt.num_tokens - column * size)
+        memcpy(
+            tokens_of(contents, block), prompt.tokens + <int64_t>column * size,
+            count * sizeof(int32_t),
+        )
+        contents.filled[block] = count
+        if count == size:
+            contents.records[block].hash = prompt.hashes[column]
+    for i in range(prompt.num_keys):
+        column = prompt.key_columns[i]
+        if found <= column < blocks_for(&self.slab, self.slab.lengths[row]):
+            set_key(contents, cells[column], prompt.key_numbers[i])
+    self.known_tokens[row] = prompt.num_tokens
+    self.published_blocks[row] = found
+    self.cut_columns[row] = prompt.cut_column
+
+
+cdef inline void write_token(
+    BlockManager self, int32_t row, int32_t token
+) noexcept nogil:
+    """Note one more token. Needs: check_known."""
+    cdef index_t *contents = self.contents
+    cdef int32_t position = self.known_tokens[row]
+    cdef int32_t column = full_blocks(&self.slab, position)
+    cdef int32_t offset = position - column * self.slab.block_size
+    cdef int32_t block = table_of(&self.slab, row)[column]
+    if contents.filled[block] == offset:
+        contents.filled[block] = offset + 1
+        tokens_of(contents, block)[offset] = token
+    elif tokens_of(contents, block)[offset] != token:
+        # What stood here was dropped by truncate, and no other row knows it.
+        contents.filled[block] = offset + 1
+        contents.records[block].hash = 0
+        tokens_of(contents, block)[offset] = token
+    self.known_tokens[row] = position + 1
+
+
+cdef int32_t publish_settled(BlockManager self, int32_t row, int32_t n_settled) noexcept nogil:
+    """Publish the row's full blocks up to ``n_settled`` tokens; how many were.
+
+    Each block is hashed here if its prompt was not, and looked for once. Needs:
+    n_settled <= known; reserve_fence for as many, if duplicates are merged.
+    """
+    cdef index_t *contents = self.contents
+    cdef int32_t *cells = table_of(&self.slab, row)
+    cdef int32_t column = self.published_blocks[row]
+    cdef int32_t stop = min(full_blocks(&self.slab, n_settled), self.cut_columns[row])
+    cdef int32_t count = 0
+    cdef int32_t block, twin
+    cdef uint64_t previous
+    cdef int64_t parent
+    if column == CLOSED or self.eras[row] != contents.era:
+        return 0
+    for column in range(column, stop):
+        block = cells[column]
+        parent = 0
+        previous = 0
+        if column > 0:
+            parent = contents.records[cells[column - 1]].uid
+            previous = contents.records[cells[column - 1]].hash
+        if (
+            (column > 0 and parent == 0)
+            or contents.records[block].parent == BARRED
+            or (contents.records[block].uid > 0 and contents.records[block].parent != parent)
+        ):
+            self.published_blocks[row] = CLOSED
+            break
+        if contents.records[block].uid == 0:
+            if contents.records[block].hash == 0:
+                contents.records[block].hash = hash_of(
+                    contents, previous, tokens_of(contents, block), contents.records[block].key
+                )
+            twin = find_twin(contents, block, parent)
+            if twin != NOWHERE and self.merge_duplicates:
+                claim(self, twin)
+                cells[column] = twin
+                self.mirrored[row] = min(self.mirrored[row], column)
+                drop(self, &block, 1)
+                contents.duplicates += 1
+                self.counts[DUPLICATES_MERGED] += 1
+            else:
+                publish(contents, block, parent, twin)
+            count += 1
+        self.published_blocks[row] = column + 1
+    self.counts[BLOCKS_PUBLISHED] += count
+    return count
 
 
 # ---------------------------------------------------------------- the C interface
@@ -297,15 +540,35 @@ cdef class BlockManager:
     rows, columns : int
         Initial capacity of the table slab, in sequences and blocks a sequence.
         Both grow when needed; sized right, they never do.
+    prefix_caching : bool
+        Whether sequences that begin alike share blocks: ``allocate`` looks for the
+        tokens of a prompt, ``commit`` publishes what was computed. Without it the calls
+        about tokens only count them. Managers on one pool share what they publish.
+    eviction : EvictionPolicy, optional
+        In which order the manager's own pool evicts what nobody holds. Default: least
+        recently released first.
+    merge_duplicates : bool
+        Whether ``commit`` swaps a block for an equal one that is cached already, and
+        releases it. The table changes then.
+    pin_quota : int, optional
+        Most blocks that ``pin_prefix`` may hold at a time. Default: no limit.
     """
 
-    def __cinit__(self, num_blocks, block_size, *, pool=None, rows=64, columns=64):
+    def __cinit__(
+        self, num_blocks, block_size, *, pool=None, rows=64, columns=64, prefix_caching=False,
+        eviction=None, merge_duplicates=False, pin_quota=None,
+    ):
         cdef int64_t blocks = integer(num_blocks, "num_blocks", 1, MAX_TOKENS - 1)
         self.slab.block_size = integer(block_size, "block_size", 1, MAX_TOKENS)
         cdef int64_t initial_rows = integer(rows, "rows", 1, MAX_TOKENS)
         cdef int64_t initial_columns = integer(columns, "columns", 1, MAX_TOKENS)
+        self.pin_quota = MAX_TOKENS
+        if pin_quota is not None:
+            self.pin_quota = integer(pin_quota, "pin_quota", 0, MAX_TOKENS)
         if pool is None:
-            pool = BlockPool(num_blocks)
+            pool = BlockPool(num_blocks, eviction=eviction)
+        elif eviction is not None:
+            raise ValueError("eviction is the pool's: give it to the pool that you made")
         elif not isinstance(pool, BlockPool):
             raise TypeError(f"pool must be a BlockPool, got {pool!r}")
         elif (<BlockPool>pool).state.num_blocks != blocks:
@@ -324,6 +587,19 @@ cdef class BlockManager:
         self.counts = int64_data(self.count_array)
         self.pair_array = int32_table(0, 2)
         self.generation = -1
+        self.merge_duplicates = merge_duplicates
+        self.retention_by_row = {}
+        if prefix_caching:
+            if self.pool.prefix_index is None:
+                PrefixIndex(self.pool, block_size)
+            self.prefix = self.pool.prefix_index
+            self.contents = &self.prefix.state
+            if self.contents.block_size != self.slab.block_size:
+                raise ValueError(
+                    f"block_size is {self.slab.block_size}, but the pool's prefix index has "
+                    f"blocks of {self.contents.block_size}"
+                )
+            self.slab.marks = self.blocks.next
         self.grow(initial_rows, initial_columns)
         self.pool.holders.append(weak_reference(self, self.pool.holders.remove))
 
@@ -337,6 +613,8 @@ cdef class BlockManager:
             for row in range(self.num_rows):
                 if self.slab.lengths[row] > 0:
                     shorten(self, row, 0)
+                if self.contents != NULL and self.slab.lengths[row] >= 0:
+                    drop_key(self.contents, self.roots[row])
             if self.num_fenced:
                 release_blocks_reversed(self.blocks, self.fenced, <int32_t>self.num_fenced)
 
@@ -382,6 +660,10 @@ cdef class BlockManager:
             self.num_binding -= 1
         self.slab.lengths[row] = 0
         self.mirrored[row] = 0
+        if self.contents != NULL:
+            self.known_tokens[row] = self.published_blocks[row] = self.roots[row] = 0
+            self.eras[row] = self.contents.era
+            self.cut_columns[row] = UNCUT
         self.version += 1
         return row
 
@@ -400,7 +682,11 @@ cdef class BlockManager:
         except MemoryError:
             self.rows_by_seq[seq] = bound
             raise
+        if self.retention_by_row:
+            self.retention_by_row.pop(row, None)
         shorten(self, row, 0)
+        if self.contents != NULL:
+            drop_key(self.contents, self.roots[row])
         self.slab.lengths[row] = -1
         self.spare[self.num_spare] = row
         self.num_spare += 1
@@ -424,6 +710,20 @@ cdef class BlockManager:
         cdef cnp.ndarray lengths = int32_zeros(rows)
         cdef cnp.ndarray mirrored = int32_zeros(rows)
         cdef cnp.ndarray spare = int32_zeros(rows)
+        cdef cnp.ndarray known, published, eras, roots, cuts
+        if self.contents != NULL:
+            known, published = int32_zeros(rows), int32_zeros(rows)
+            eras, roots, cuts = int32_zeros(rows), int32_zeros(rows), int32_zeros(rows)
+            if old_rows:
+                memcpy(int32_data(known), self.known_tokens, 4 * old_rows)
+                memcpy(int32_data(published), self.published_blocks, 4 * old_rows)
+                memcpy(int32_data(eras), self.eras, 4 * old_rows)
+                memcpy(int32_data(roots), self.roots, 4 * old_rows)
+                memcpy(int32_data(cuts), self.cut_columns, 4 * old_rows)
+            self.known_tokens, self.published_blocks = int32_data(known), int32_data(published)
+            self.eras, self.roots = int32_data(eras), int32_data(roots)
+            self.cut_columns = int32_data(cuts)
+            self.prefix_arrays = (known, published, eras, roots, cuts)
         for row in range(old_rows):
             int32_data(lengths)[row] = self.slab.lengths[row]
             int32_data(mirrored)[row] = self.mirrored[row]
@@ -467,49 +767,211 @@ cdef class BlockManager:
         self.fence_capacity = needed
         return 0
 
-    cdef int out_of_blocks(self, int64_t needed) except -1:
+    cdef int out_of_blocks(self, int64_t needed, int64_t available) except -1:
         self.counts[OUT_OF_BLOCKS] += 1
-        raise OutOfBlocks(needed, available_blocks(self.blocks))
+        raise OutOfBlocks(needed, available)
 
     # ------------------------------------------------------------ sequences
 
-    def allocate(self, seq, n_tokens, /):
+    def allocate(
+        self, seq, n_tokens=None, /, *, tokens=None, namespace=None, media=(), retention=(),
+        resumed=False, partial_hit=False,
+    ):
         """New sequence with a table of ``ceil(n_tokens / block_size)`` blocks. O(blocks).
+
+        With the ``tokens`` of its prompt, and prefix caching on, it shares the longest
+        cached prefix of full blocks, of which at least one token is left to compute, and
+        takes blocks for the rest only. Cached blocks that nobody holds are claimed before
+        anything is evicted.
+
+        Parameters
+        ----------
+        seq : hashable
+        n_tokens : int, optional
+            Default ``len(tokens)``; it may be more, when the last ids are not known yet.
+        tokens : buffer or sequence of int, or Prompt, optional
+            int32, uint32 or int64, each from 0 to 2**31 - 1.
+        namespace : Namespace or str or bytes, optional
+            Only sequences of equal namespaces share.
+        media : sequence of Media, optional
+            Items whose tokens are placeholders: what they show is part of the identity.
+        retention : sequence of Retention, optional
+            How long the blocks of which tokens are worth keeping; the pool's eviction
+            policy must be ``RetentionPriority``.
+        resumed : bool
+            The sequence ran before and was preempted: it is counted apart.
+        partial_hit : bool
+            Where the whole blocks end, reuse the beginning of one more cached block by
+            copying it.
+
+        Returns
+        -------
+        int
+            Leading tokens that are cached already: 0 without ``tokens``.
+        (int, copy)
+            With ``partial_hit``; ``copy`` is ``(src, dst, n_tokens)``, owed before
+            anything is computed, or None. ``src`` is held like the source of any copy.
 
         Raises
         ------
         OutOfBlocks
             The pool has fewer blocks available.
         ValueError, TypeError
-            ``seq`` is live, or ``n_tokens`` negative or no integer.
+            ``seq`` is live, or an argument is not what it should be.
         """
-        cdef int32_t length = integer(n_tokens, "n_tokens", 0, MAX_TOKENS)
-        cdef int32_t needed = blocks_for(&self.slab, length)
-        cdef int32_t row
+        cdef Prompt prompt = self.as_prompt(tokens, namespace, media)
+        cdef int32_t length = self.length_of(n_tokens, tokens, prompt)
+        cdef int32_t total = blocks_for(&self.slab, length)
+        cdef int32_t row, found = 0, idle = 0, alike = 0, source = NOWHERE
+        cdef int64_t cached = 0
+        cdef int32_t i
+        cdef cnp.ndarray ranges = as_retention(self, retention) if retention else None
+        copy = None
         with cython.critical_section(self.pool):
             if seq not in self.rows_by_seq:
-                if needed > available_blocks(self.blocks):
-                    self.out_of_blocks(needed)
-                self.grow(self.num_rows, needed)
+                if prompt is not None:
+                    self.prefix.resolve_keys(prompt)
+                    found = find_prefix(self, prompt, length, &idle)
+                if total - found > available_blocks(self.blocks) - idle:
+                    self.out_of_blocks(total - found, available_blocks(self.blocks) - idle)
+                self.grow(self.num_rows, total)
             row = self.bind(seq, "seq")
             try:
                 # Once more: comparing ids may have let others run.
-                if needed > available_blocks(self.blocks):
-                    self.out_of_blocks(needed)
-                self.grow(self.num_rows, needed)
+                if prompt is not None:
+                    self.prefix.intern_keys(prompt)
+                    if partial_hit:
+                        self.prefix.allocate_siblings()
+                    found = find_prefix(self, prompt, length, &idle)
+                if total - found > available_blocks(self.blocks) - idle:
+                    self.out_of_blocks(total - found, available_blocks(self.blocks) - idle)
+                self.grow(self.num_rows, total)
+                if prompt is not None and partial_hit:
+                    source = find_tail(self, prompt, length, found, &alike)
+                    if source != NOWHERE and (
+                        total - found > available_blocks(self.blocks) - idle
+                        - (self.blocks.ref[source] == 0)
+                    ):
+                        source = NOWHERE  # it would have to be evicted for the copy
+                    self.reserve_fence(1)
+                if ranges is not None:
+                    self.retention_by_row[row] = ranges
             except BaseException:
                 self.unbind(seq)
                 raise
-            take_many(self, needed, table_of(&self.slab, row))
+            for i in range(found):
+                claim(self, prompt.blocks[i])
+                table_of(&self.slab, row)[i] = prompt.blocks[i]
+            if source != NOWHERE:
+                claim(self, source)
+            if prompt is not None:
+                self.roots[row] = prompt.namespace_number
+                hold_key(self.contents, prompt.namespace_number)
+            take_into(self, row, found, total - found)
             self.slab.lengths[row] = length
+            if prompt is not None:
+                write_prompt(self, row, prompt, found)
+                cached = <int64_t>found * self.slab.block_size
+                if source != NOWHERE:
+                    cached += alike
+                    drop(self, &source, 1)
+                self.counts[RESUMED_TOKENS if resumed else PROMPT_TOKENS] += prompt.num_tokens
+                self.counts[RESUMED_CACHED_TOKENS if resumed else CACHED_TOKENS] += cached
             self.counts[SEQUENCES_ALLOCATED] += 1
+            if source != NOWHERE:
+                copy = (source, table_of(&self.slab, row)[found], alike)
+            if ranges is not None:
+                self.retain_blocks(row, 0, found)
+        return (cached, copy) if partial_hit else cached
 
-    def can_allocate(self, n_tokens, /, watermark=0):
-        """Whether ``allocate`` of that many tokens would leave ``watermark`` blocks. O(1)."""
-        cdef int32_t length = integer(n_tokens, "n_tokens", 0, MAX_TOKENS)
-        cdef int64_t reserve = integer(watermark, "watermark", 0, MAX_TOKENS)
+    cdef Prompt as_prompt(self, tokens, namespace, media):
+        """The prompt that a call names, or None if no content is asked for."""
+        if self.contents == NULL or (tokens is None and namespace is None and not media):
+            return None
+        if isinstance(tokens, Prompt):
+            if (<Prompt>tokens).index is not self.prefix:
+                raise ValueError(f"tokens: {tokens!r} was made for another prefix index")
+            if namespace is not None or media:
+                raise ValueError("namespace and media are those of the Prompt: give none beside it")
+            return tokens
+        return make_prompt(self.prefix, () if tokens is None else tokens, namespace, media)
+
+    cdef int32_t length_of(self, n_tokens, tokens, Prompt prompt) except -1:
+        """The length that a call means by ``n_tokens`` and ``tokens``."""
+        cdef int64_t given = 0
+        if tokens is not None:
+            try:
+                given = prompt.num_tokens if prompt is not None else len(tokens)
+            except TypeError:
+                raise TypeError(f"tokens must be a sequence, got {tokens!r}") from None
+            if n_tokens is None:
+                return integer(given, "tokens: their number", 0, MAX_TOKENS)
+        elif n_tokens is None:
+            raise TypeError("n_tokens must be an integer, or tokens be given; got None")
+        cdef int64_t length = integer(n_tokens, "n_tokens", 0, MAX_TOKENS)
+        if length < given:
+            raise ValueError(f"n_tokens is {length}, but {given} tokens are given")
+        return <int32_t>length
+
+    def prompt(self, tokens, /, *, namespace=None, media=()):
+        """``tokens`` hashed once, for calls that take tokens. O(tokens).
+
+        ``ValueError`` without prefix caching.
+        """
+        if self.contents == NULL:
+            raise ValueError("prefix_caching is off: there is nothing to match a prompt with")
+        return self.as_prompt(tokens, namespace, media)
+
+    def match(self, tokens, /, *, namespace=None, media=()):
+        """Leading tokens that ``allocate`` would find cached now. Changes nothing.
+
+        O(tokens); 0 without prefix caching. Arguments as in ``allocate``.
+        """
+        cdef Prompt prompt = self.as_prompt(tokens, namespace, media)
+        cdef int32_t idle, found
+        if prompt is None:
+            return 0
         with cython.critical_section(self.pool):
-            return available_blocks(self.blocks) - blocks_for(&self.slab, length) >= reserve
+            self.prefix.resolve_keys(prompt)
+            found = find_prefix(self, prompt, prompt.num_tokens, &idle)
+            return <int64_t>found * self.slab.block_size
+
+    def plan_allocate(self, n_tokens=None, /, *, tokens=None, namespace=None, media=()):
+        """The ``AllocationPlan`` of the ``allocate`` with these arguments. Changes nothing.
+
+        O(tokens); O(1) without tokens. Only copies inside a block are not planned.
+        """
+        cdef Prompt prompt = self.as_prompt(tokens, namespace, media)
+        cdef int32_t length = self.length_of(n_tokens, tokens, prompt)
+        cdef int32_t found = 0, idle = 0, available
+        with cython.critical_section(self.pool):
+            if prompt is not None:
+                self.prefix.resolve_keys(prompt)
+                found = find_prefix(self, prompt, length, &idle)
+            available = available_blocks(self.blocks) - idle
+        return AllocationPlan(
+            found * <int64_t>self.slab.block_size, blocks_for(&self.slab, length) - found, available
+        )
+
+    def can_allocate(
+        self, n_tokens=None, /, watermark=0, *, tokens=None, namespace=None, media=()
+    ):
+        """Whether ``allocate`` would succeed and leave ``watermark`` blocks.
+
+        O(1), or O(tokens) if they are given.
+        """
+        cdef Prompt prompt = self.as_prompt(tokens, namespace, media)
+        cdef int32_t length = self.length_of(n_tokens, tokens, prompt)
+        cdef int64_t reserve = integer(watermark, "watermark", 0, MAX_TOKENS)
+        cdef int32_t found = 0, idle = 0
+        with cython.critical_section(self.pool):
+            if prompt is not None:
+                self.prefix.resolve_keys(prompt)
+                found = find_prefix(self, prompt, length, &idle)
+            return (
+                available_blocks(self.blocks) - idle - (blocks_for(&self.slab, length) - found)
+                >= reserve
+            )
 
     def append_slot(self, seq, /):
         """The slot for one new token: ``(block, offset, cow_src)``. O(1).
@@ -532,7 +994,7 @@ cdef class BlockManager:
             block = append_one(self, row, &offset, &source)
             if block < 0:
                 if block == NO_BLOCK:
-                    self.out_of_blocks(1)
+                    self.out_of_blocks(1, 0)
                 self.grow(self.num_rows, self.slab.num_columns + 1)
                 block = append_with_block(self, row, &offset, &source)
             self.counts[TOKENS_APPENDED] += 1
@@ -567,13 +1029,15 @@ cdef class BlockManager:
             held = blocks_for(&self.slab, length)
             needed = blocks_to_append(self, row, <int32_t>count)
             if needed > available_blocks(self.blocks):
-                self.out_of_blocks(needed)
+                self.out_of_blocks(needed, available_blocks(self.blocks))
             growth = blocks_for(&self.slab, length + <int32_t>count) - held
             self.grow(self.num_rows, held + growth)
             slots = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT64, 0)
             if needed > growth:
                 source = own_tail(self, row, held - 1)
-            take_many(self, growth, table_of(&self.slab, row) + held)
+            elif count and length < held * <int64_t>self.slab.block_size:
+                open_tail(self, table_of(&self.slab, row)[held - 1])
+            take_into(self, row, held, growth)
             self.slab.lengths[row] += <int32_t>count
             self.counts[TOKENS_APPENDED] += count
             write_slots(
@@ -771,13 +1235,38 @@ cdef class BlockManager:
                 raise
             if length < 0:
                 length = self.slab.lengths[source]
+            if self.retention_by_row:
+                try:
+                    self.retain_like(row, source)
+                except BaseException:
+                    self.unbind(child)
+                    raise
             shared = blocks_for(&self.slab, <int32_t>length)
             cells = table_of(&self.slab, row)
             memcpy(cells, table_of(&self.slab, source), shared * sizeof(int32_t))
             for i in range(shared):
                 self.blocks.ref[cells[i]] += 1
             self.slab.lengths[row] = <int32_t>length
+            if self.contents != NULL:
+                self.inherit(row, source)
+                know_less(self, row, <int32_t>length, self.slab.lengths[source])
             self.counts[SEQUENCES_FORKED] += 1
+
+    cdef int retain_like(self, int32_t row, int32_t source) except -1:
+        ranges = self.retention_by_row.get(source)
+        if ranges is not None:
+            self.retention_by_row[row] = ranges
+        return 0
+
+    cdef void inherit(self, int32_t row, int32_t source) noexcept:
+        """What is known of one row is true of another that has its blocks now."""
+        hold_key(self.contents, self.roots[source])
+        drop_key(self.contents, self.roots[row])
+        self.roots[row] = self.roots[source]
+        self.eras[row] = self.eras[source]
+        self.known_tokens[row] = self.known_tokens[source]
+        self.published_blocks[row] = self.published_blocks[source]
+        self.cut_columns[row] = self.cut_columns[source]
 
     cdef int check_fork(self, int32_t source, int64_t length, parent) except -1:
         if length > self.slab.lengths[source]:
@@ -815,6 +1304,7 @@ cdef class BlockManager:
         cdef int32_t *first
         cdef int32_t *length
         cdef int32_t *tail
+        cdef int32_t *known
         cdef int32_t column, held
         if count != len(ancestors):
             raise ValueError(f"parents has {len(ancestors)} entries for {count} seqs")
@@ -825,12 +1315,14 @@ cdef class BlockManager:
             row = int32_data(found)
             source = row + count
             # Plan: by child, the first column in which it differs from its parent and
-            # its new length; then the parents' cells from there on, copied because a
-            # parent may be overwritten before its children are written. Going back
-            # from the end may stop at the first common block: all before it agree.
-            plan = int32_zeros(2 * count)
+            # its new length, and what is known of the parent; then the parents' cells
+            # from there on, copied because a parent may be overwritten before its
+            # children are written. Going back from the end may stop at the first common
+            # block: all before it agree.
+            plan = int32_zeros(7 * count)
             first = int32_data(plan)
             length = first + count
+            known = length + count
             for i in range(count):
                 length[i] = self.slab.lengths[source[i]]
                 held = blocks_for(&self.slab, self.slab.lengths[row[i]])
@@ -842,6 +1334,12 @@ cdef class BlockManager:
                 ):
                     column -= 1
                 first[i] = column
+                if self.contents != NULL:
+                    known[i] = self.known_tokens[source[i]]
+                    known[count + i] = self.published_blocks[source[i]]
+                    known[2 * count + i] = self.eras[source[i]]
+                    known[3 * count + i] = self.roots[source[i]]
+                    known[4 * count + i] = self.cut_columns[source[i]]
                 total += blocks_for(&self.slab, length[i]) - column
                 dropped += held - column
             tails = int32_zeros(total)
@@ -855,6 +1353,16 @@ cdef class BlockManager:
             tail = int32_data(tails)
             for i in range(total):
                 self.blocks.ref[tail[i]] += 1
+            if self.contents != NULL:
+                for i in range(count):
+                    hold_key(self.contents, known[3 * count + i])
+                for i in range(count):
+                    drop_key(self.contents, self.roots[row[i]])
+                    self.known_tokens[row[i]] = known[i]
+                    self.published_blocks[row[i]] = known[count + i]
+                    self.eras[row[i]] = known[2 * count + i]
+                    self.roots[row[i]] = known[3 * count + i]
+                    self.cut_columns[row[i]] = known[4 * count + i]
             for i in range(count):
                 held = blocks_for(&self.slab, self.slab.lengths[row[i]])
                 drop(self, table_of(&self.slab, row[i]) + first[i], held - first[i])
@@ -873,6 +1381,402 @@ cdef class BlockManager:
         with cython.critical_section(self.pool):
             self.unbind(seq)
             self.counts[SEQUENCES_FREED] += 1
+
+    # ------------------------------------------------------------ prefixes
+
+    def commit(self, seq, tokens=None, /, *, n_settled=None):
+        """Publish the full blocks of a sequence whose data has been written.
+
+        After a prefill: ``commit(seq)``, or ``commit(seq, n_settled=...)`` for a chunk of
+        it. After a decode: ``commit(seq, [token])``, or ``commit_batch``. From then on
+        ``allocate`` finds the blocks. Each token is hashed at most once; without prefix
+        caching this does nothing. O(len(tokens) + blocks published).
+
+        Parameters
+        ----------
+        seq : hashable
+        tokens : buffer or sequence of int, optional
+            Ids of the tokens after those that are known.
+        n_settled : int, optional
+            Leading tokens whose data has been written. Default: all that are known.
+
+        Returns
+        -------
+        int
+            Blocks published now; one whose content was cached already counts too.
+
+        Raises
+        ------
+        KeyError
+            ``seq`` is not live.
+        ValueError, TypeError
+            More tokens than the sequence has slots for; a token that a sharer of the
+            block knows otherwise; ``n_settled`` beyond the known tokens.
+        """
+        cdef int32_t row, settled, count, i
+        cdef cnp.ndarray ids = self.ids_to_commit(tokens)
+        cdef int64_t wanted = -1
+        if n_settled is not None:
+            wanted = integer(n_settled, "n_settled", 0, MAX_TOKENS)
+        with cython.critical_section(self.pool):
+            row = self.find(seq)
+            if self.contents == NULL:
+                return 0
+            count = cnp.PyArray_SIZE(ids)
+            settled = self.known_tokens[row] + count
+            if settled > self.slab.lengths[row]:
+                raise ValueError(
+                    f"tokens: {count} more than the {self.known_tokens[row]} known ones exceed the "
+                    f"{self.slab.lengths[row]} tokens of {seq!r}"
+                )
+            if wanted > settled:
+                raise ValueError(f"n_settled is {wanted}, but {settled} tokens are known")
+            if wanted >= 0:
+                settled = <int32_t>wanted
+            for i in range(count):
+                self.check_known(row, self.known_tokens[row] + i, int32_data(ids)[i])
+            if self.merge_duplicates:
+                self.reserve_fence(full_blocks(&self.slab, settled))
+            for i in range(count):
+                write_token(self, row, int32_data(ids)[i])
+            i = self.published_blocks[row]
+            count = publish_settled(self, row, settled)
+            if self.retention_by_row:
+                self.retain_blocks(row, max(i, 0), self.published_blocks[row])
+            return count
+
+    def commit_batch(self, cnp.ndarray rows not None, tokens, /):
+        """One more token for each row, its data written: publishes what that fills.
+
+        What ``commit(seq, [token])`` does for each, in one call; a row that is listed
+        twice gets two. O(len(rows)).
+
+        Parameters
+        ----------
+        rows : ndarray
+            int32 ``(n,)``, contiguous: rows as ``rows()`` gives them.
+        tokens : buffer or sequence of int
+            One for each row.
+
+        Returns
+        -------
+        int
+            Blocks published now.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Not such arrays, a row that no live sequence has or whose tokens are all
+            known, or a token that a sharer of the block knows otherwise.
+        """
+        cdef const int32_t *row = int32_data(rows)
+        cdef int32_t published = 0, before
+        cdef cnp.npy_intp count, i, j
+        check_array(rows, "rows", sizeof(int32_t), writable=False)
+        cdef cnp.ndarray ids = self.ids_to_commit(tokens)
+        cdef int32_t *token = int32_data(ids)
+        count = cnp.PyArray_SIZE(rows)
+        if self.contents == NULL:
+            return 0
+        if cnp.PyArray_SIZE(ids) != count:
+            raise ValueError(f"tokens has {cnp.PyArray_SIZE(ids)} entries for {count} rows")
+        with cython.critical_section(self.pool):
+            # Check with each row's known tokens counted up, so that one which is listed
+            # twice is checked at both places; then count down, and do it.
+            i = 0
+            try:
+                for i in range(count):
+                    if not 0 <= row[i] < self.num_rows or self.slab.lengths[row[i]] < 0:
+                        self.no_such_row(row, i)
+                    if self.known_tokens[row[i]] >= self.slab.lengths[row[i]]:
+                        raise ValueError(
+                            f"rows: entry {i} is {row[i]}, all of whose "
+                            f"{self.known_tokens[row[i]]} tokens are known"
+                        )
+                    self.check_known(row[i], self.known_tokens[row[i]], token[i])
+                    self.known_tokens[row[i]] += 1
+                i = count
+                if self.merge_duplicates:
+                    self.reserve_fence(count)
+            finally:
+                for j in range(i):
+                    self.known_tokens[row[j]] -= 1
+            for i in range(count):
+                write_token(self, row[i], token[i])
+                before = self.published_blocks[row[i]]
+                if before != CLOSED and full_blocks(&self.slab, self.known_tokens[row[i]]) > before:
+                    published += publish_settled(self, row[i], self.known_tokens[row[i]])
+                    if self.retention_by_row:
+                        self.retain_blocks(
+                            row[i], max(before, 0), self.published_blocks[row[i]]
+                        )
+            return published
+
+    cdef cnp.ndarray ids_to_commit(self, tokens):
+        """``tokens`` as an int32 array, checked."""
+        cdef Py_buffer view
+        cdef cnp.npy_intp count = 0
+        cdef cnp.ndarray ids
+        cdef int64_t bad
+        if tokens is None:
+            return cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT32, 0)
+        source = token_source(tokens)
+        if isinstance(source, list):
+            count = len(source)
+            ids = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT32, 0)
+            copy_list(source, int32_data(ids))
+            return ids
+        open_buffer(source, &view)
+        try:
+            count = view.shape[0]
+            ids = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT32, 0)
+            bad = copy_buffer(&view, int32_data(ids))
+            if bad >= 0:
+                bad_token(&view, bad)
+        finally:
+            PyBuffer_Release(&view)
+        return ids
+
+    cdef int check_known(self, int32_t row, int32_t position, int32_t token) except -1:
+        """ValueError if others know another token at that position of the row's block."""
+        cdef int32_t column = full_blocks(&self.slab, position)
+        cdef int32_t offset = position - column * self.slab.block_size
+        cdef int32_t block = table_of(&self.slab, row)[column]
+        cdef int32_t noted, other
+        if self.contents.filled[block] <= offset:
+            return 0
+        noted = tokens_of(self.contents, block)[offset]
+        if noted == token:
+            return 0
+        for other in range(self.num_rows):
+            if self.contents.records[block].uid > 0 or (
+                other != row
+                and self.known_tokens[other] > position
+                and blocks_for(&self.slab, self.slab.lengths[other]) > column
+                and table_of(&self.slab, other)[column] == block
+            ):
+                raise ValueError(
+                    f"tokens: token {position} of the sequence is {token}, but its block is "
+                    f"known to hold {noted} there"
+                )
+        return 0
+
+    def known(self, seq, /):
+        """Leading tokens of a sequence whose ids are known."""
+        cdef int32_t row
+        with cython.critical_section(self.pool):
+            row = self.find(seq)
+            return 0 if self.contents == NULL else self.known_tokens[row]
+
+    def published(self, seq, /):
+        """Leading blocks of a sequence that were published or found in the cache.
+
+        0 once the sequence cannot publish any more, because something it builds on was
+        forgotten.
+        """
+        cdef int32_t row
+        with cython.critical_section(self.pool):
+            row = self.find(seq)
+            if self.contents == NULL or self.eras[row] != self.contents.era:
+                return 0
+            return max(self.published_blocks[row], 0)
+
+    def tokens(self, seq, /):
+        """The ids of a sequence's known tokens: a fresh int32 array."""
+        cdef int32_t row
+        cdef cnp.npy_intp count = 0
+        cdef cnp.ndarray ids
+        with cython.critical_section(self.pool):
+            row = self.find(seq)
+            if self.contents != NULL:
+                count = self.known_tokens[row]
+            ids = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT32, 0)
+            self.read_tokens(row, int32_data(ids), count)
+            return ids
+
+    cdef void read_tokens(self, int32_t row, int32_t *out, int64_t count) noexcept:
+        cdef int32_t size = self.slab.block_size
+        cdef const int32_t *cell = table_of(&self.slab, row)
+        cdef int64_t start = 0
+        while start < count:
+            memcpy(
+                out + start, tokens_of(self.contents, cell[0]),
+                min(size, count - start) * sizeof(int32_t),
+            )
+            start += size
+            cell += 1
+
+    def prompt_of(self, seq, /):
+        """The known tokens of a live sequence as a ``Prompt``, in its namespace.
+
+        For a sequence that will be freed and come back: what was hashed is not hashed
+        again. O(tokens). ``ValueError`` without prefix caching.
+        """
+        cdef Prompt prompt = Prompt.__new__(Prompt)
+        cdef dict keys = {}
+        cdef int32_t row, column, block
+        cdef uint64_t previous = 0
+        cdef bytes root
+        if self.contents == NULL:
+            raise ValueError("prefix_caching is off: no tokens are known")
+        with cython.critical_section(self.pool):
+            row = self.find(seq)
+            prompt.index = self.prefix
+            prompt.allocate(self.known_tokens[row])
+            self.read_tokens(row, prompt.tokens, prompt.num_tokens)
+            root = self.prefix.keys_by_number[self.roots[row]]
+            if root:
+                keys[0] = root
+            for column in range(blocks_for(&self.slab, prompt.num_tokens)):
+                block = table_of(&self.slab, row)[column]
+                if self.contents.records[block].key:
+                    keys[column] = self.prefix.keys_by_number[self.contents.records[block].key]
+                if column < prompt.num_full:
+                    if self.contents.records[block].hash == 0:
+                        self.contents.records[block].hash = hash_of(
+                            self.contents, previous, tokens_of(self.contents, block),
+                            self.contents.records[block].key,
+                        )
+                    previous = prompt.hashes[column] = self.contents.records[block].hash
+            prompt.set_keys(root, keys)
+            prompt.cut_column = self.cut_columns[row]
+            return prompt
+
+    def reset(self):
+        """Forget every cached content at once; sequences go on but publish nothing more.
+
+        Evictable blocks become free. Returns the blocks that had an identity and that
+        pins hold on to: what they hold is what it was. O(num_blocks); nothing without
+        prefix caching.
+        """
+        with cython.critical_section(self.pool):
+            pinned = self.blocks_pinned()
+            if self.contents != NULL:
+                self.prefix.forget_all()
+            return pinned
+
+    cdef list blocks_pinned(self):
+        cdef list pinned = []
+        cdef int32_t block
+        if self.contents == NULL or self.pool.pin_counts == NULL:
+            return pinned
+        for block in range(self.blocks.num_blocks):
+            if self.contents.records[block].uid > 0 and self.pool.pin_counts[block] > 0:
+                pinned.append(block)
+        return pinned
+
+    @property
+    def epoch(self):
+        """The number that ``set_epoch`` set last; 0 at first."""
+        return 0 if self.prefix is None else self.prefix.epoch
+
+    def set_epoch(self, epoch, /):
+        """Start an epoch, as when the weights of the model were changed.
+
+        Nothing that was computed before is found again: the same as ``reset``, unless
+        ``epoch`` is the present one. Returns what ``reset`` returns.
+        """
+        cdef int64_t number = integer(epoch, "epoch", 0, 2**62)
+        with cython.critical_section(self.pool):
+            if self.prefix is None or number == self.prefix.epoch:
+                return []
+            pinned = self.blocks_pinned()
+            self.prefix.forget_all()
+            self.prefix.epoch = number
+            return pinned
+
+    def forget(self, tokens, /, *, namespace=None, media=()):
+        """Forget the contents of these tokens, every copy, and all that builds on them.
+
+        Evictable blocks among them become free; sequences that hold some go on but
+        publish nothing more. Returns how many blocks lost their identity.
+        O(tokens + num_blocks log num_blocks).
+        """
+        cdef Prompt prompt = self.as_prompt(tokens, namespace, media)
+        if prompt is None:
+            return 0
+        with cython.critical_section(self.pool):
+            self.prefix.resolve_keys(prompt)
+            return self.prefix.forget_path(prompt)
+
+    def evict(self, count, /):
+        """Let up to ``count`` evictable blocks become free: ``BlockPool.evict``."""
+        return self.pool.evict(count)
+
+    def pin_prefix(self, tokens, /, *, namespace=None, media=()):
+        """Hold the cached full blocks that these tokens begin with: a ``PrefixPin``.
+
+        As long as it is held they cannot be evicted. O(tokens).
+
+        ``ValueError`` if more blocks than ``pin_quota`` would be held then.
+        """
+        cdef Prompt prompt = self.as_prompt(tokens, namespace, media)
+        cdef int32_t found = 0, i
+        cdef list blocks = []
+        if prompt is None:
+            return PrefixPin(self, ())
+        pin = PrefixPin(self, ())
+        with cython.critical_section(self.pool):
+            self.prefix.resolve_keys(prompt)
+            found = self.prefix.walk(prompt, prompt.num_full)
+            if self.num_prefix_pins + found > self.pin_quota:
+                raise ValueError(
+                    f"pin_quota is {self.pin_quota} blocks, {self.num_prefix_pins} are held "
+                    f"and {found} more were asked for"
+                )
+            if self.pool.pin_counts == NULL:
+                self.pool.allocate_pins()
+            for i in range(found):
+                blocks.append(prompt.blocks[i])
+            pin.blocks = tuple(blocks)
+            pin.n_tokens = <int64_t>found * self.slab.block_size
+            for i in range(found):
+                claim(self, prompt.blocks[i])
+                self.pool.pin_counts[prompt.blocks[i]] += 1
+            self.num_prefix_pins += found
+        return pin
+
+    def _release_prefix(self, tuple blocks not None, /):
+        """For ``PrefixPin``."""
+        with cython.critical_section(self.pool):
+            # Last first, as in every release.
+            self.pool.release_many(blocks[::-1])
+            self.num_prefix_pins -= len(blocks)
+
+    @property
+    def prefix_caching(self):
+        return self.contents != NULL
+
+    @property
+    def prefix_index(self):
+        """The ``PrefixIndex`` that the manager publishes in, or None."""
+        return self.prefix
+
+    def retention(self, seq, /):
+        """The ``Retention`` ranges that ``allocate`` was given for a sequence."""
+        with cython.critical_section(self.pool):
+            ranges = self.retention_by_row.get(self.find(seq))
+        return from_retention(ranges)
+
+    cdef void retain_blocks(self, int32_t row, int32_t start, int32_t stop) noexcept:
+        """Apply a row's ranges to its blocks in some columns."""
+        cdef PyObject *found = PyDict_GetItemWithError(self.retention_by_row, row)
+        cdef double *entry
+        cdef double token
+        cdef cnp.npy_intp i
+        cdef int32_t column
+        if found == NULL:
+            return
+        ranges = <cnp.ndarray>found
+        entry = <double *>cnp.PyArray_DATA(ranges)
+        for column in range(start, stop):
+            token = <double>column * self.slab.block_size
+            for i in range(cnp.PyArray_DIM(ranges, 0)):
+                if entry[4 * i] <= token < entry[4 * i + 1]:
+                    (<RetentionPriority>self.pool.eviction).retain(
+                        table_of(&self.slab, row)[column], <uint8_t>entry[4 * i + 2],
+                        entry[4 * i + 3],
+                    )
 
     # ------------------------------------------------------------ holders
 
@@ -1087,9 +1991,10 @@ cdef class BlockManager:
     def gauges(self):
         """One consistent snapshot of how full the pool is. O(num_blocks + sequences)."""
         cdef int32_t shared = 0, pinned = 0, block, row
-        cdef int64_t tokens = 0, logical = 0, fenced = 0, free, evictable, sequences
+        cdef int64_t tokens = 0, logical = 0, fenced = 0, free, evictable, sequences, cached
         with cython.critical_section(self.pool):
             free, evictable = self.blocks.num_free, self.blocks.num_evictable
+            cached = 0 if self.contents == NULL else self.contents.num_identities
             sequences, fenced = len(self.rows_by_seq), self.num_fenced
             for block in range(self.blocks.num_blocks):
                 shared += self.blocks.ref[block] > 1
@@ -1112,6 +2017,7 @@ cdef class BlockManager:
             sequences=sequences,
             tokens=tokens,
             logical_blocks=logical,
+            cached=cached,
         )
 
     def check(self):
@@ -1158,6 +2064,8 @@ cdef class BlockManager:
                 if not 0 <= block < num_blocks:
                     raise InvariantError("I2", block, f"no block, in row {row} column {column}")
                 held[block] += 1
+            if self.contents != NULL:
+                self.check_content(row)
         if binding != self.num_binding or live - binding != len(self.rows_by_seq):
             raise InvariantError(
                 "I2", None, f"{live} rows in use by {len(self.rows_by_seq)} sequences"
@@ -1167,6 +2075,54 @@ cdef class BlockManager:
             if not 0 <= block < num_blocks:
                 raise InvariantError("I1", block, "no block, in the fence")
             held[block] += 1
+
+    cdef int check_content(self, int32_t row) except -1:
+        """I6: what a row published is what it holds, each block after the one before."""
+        cdef index_t *contents = self.contents
+        cdef const int32_t *cells = table_of(&self.slab, row)
+        cdef int32_t known = self.known_tokens[row], published = self.published_blocks[row]
+        cdef int32_t column, block
+        if not (0 <= known <= self.slab.lengths[row] and CLOSED <= published) or (
+            published > full_blocks(&self.slab, known)
+        ):
+            raise InvariantError(
+                "I6", None, f"row {row} of {self.slab.lengths[row]} tokens knows {known} and "
+                f"published {published} blocks"
+            )
+        for column in range(blocks_for(&self.slab, known)):
+            block = cells[column]
+            if contents.filled[block] < min(
+                self.slab.block_size, known - column * self.slab.block_size
+            ):
+                raise InvariantError("I6", block, f"lacks tokens that row {row} knows")
+        if self.eras[row] != contents.era:
+            return 0
+        for column in range(max(published, 0)):
+            block = cells[column]
+            if contents.records[block].uid == 0:
+                if contents.records[block].parent != BARRED:
+                    raise InvariantError("I6", block, f"was published by row {row} and is not now")
+                return 0
+            if column == 0 and contents.records[block].parent == 0:
+                continue
+            if column == 0 or (
+                contents.records[block].parent != contents.records[cells[column - 1]].uid
+                or contents.records[block].hash != hash_of(
+                    contents, contents.records[cells[column - 1]].hash,
+                    tokens_of(contents, block), contents.records[block].key,
+                )
+            ):
+                raise InvariantError("I6", block, f"does not follow what is before it in row {row}")
+        return 0
+
+    def _count_keys(self, cnp.ndarray references_array not None, /):
+        """For ``PrefixIndex``: add the references that rows have to keys."""
+        cdef int32_t row
+        if self.contents == NULL:
+            return
+        for row in range(self.num_rows):
+            if self.slab.lengths[row] >= 0:
+                int32_data(references_array)[self.roots[row]] += 1
 
 
 cdef int check_array(
@@ -1252,3 +2208,54 @@ cdef class BlockTable:
 
     def __repr__(self):
         return f"BlockTable({self.tolist() if self.seq in self.manager else 'freed'})"
+
+
+# ---------------------------------------------------------------- retention
+
+
+cdef cnp.ndarray as_retention(BlockManager manager, retention):
+    """Ranges as float64 ``(k, 4)``: start, stop, priority, duration; or None for none.
+
+    An open end is infinite, and a duration without one is -1.
+    """
+    cdef list listed = items(retention, "retention")
+    if not listed:
+        return None
+    if not isinstance(manager.pool.eviction, RetentionPriority):
+        raise ValueError(
+            "retention needs a pool with eviction=RetentionPriority(), this one has "
+            f"{manager.pool.eviction!r}"
+        )
+    rows = []
+    for entry in listed:
+        try:
+            start, stop, priority, duration = entry if len(entry) == 4 else (*entry, None)
+        except (TypeError, ValueError):
+            raise TypeError(f"retention: expected a Retention, got {entry!r}") from None
+        first = integer(start, "retention: start", 0, MAX_TOKENS)
+        level = integer(priority, "retention: priority", 0, 100)
+        if stop is not None and integer(stop, "retention: stop", 0, MAX_TOKENS) <= first:
+            raise ValueError(f"retention: stop must be after start, got {entry!r}")
+        if duration is not None and not 0.0 <= duration < float("inf"):
+            raise ValueError(f"retention: duration must be at least 0, got {entry!r}")
+        rows.append((
+            first, float("inf") if stop is None else stop, level,
+            -1.0 if duration is None else duration,
+        ))
+    rows.sort()
+    for before, after in zip(rows, rows[1:]):
+        if before[1] > after[0]:
+            raise ValueError(f"retention: ranges overlap at token {after[0]}")
+    return np.array(rows, np.float64)
+
+
+cdef tuple from_retention(ranges):
+    if ranges is None:
+        return ()
+    return tuple([
+        Retention(
+            int(start), None if stop == float("inf") else int(stop), int(priority),
+            None if duration < 0 else duration,
+        )
+        for start, stop, priority, duration in ranges.tolist()
+    ])

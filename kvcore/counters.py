@@ -30,3 +30,15 @@ class Counter(IntEnum):
     """Shared partial blocks that an append replaced: data copies the caller owed."""
     OUT_OF_BLOCKS = 8
     """Calls that could not be served in full for lack of blocks."""
+    PROMPT_TOKENS = 9
+    """Tokens given to ``allocate`` with prefix caching, but for resumed sequences."""
+    CACHED_TOKENS = 10
+    """Of them, those found in the cache."""
+    RESUMED_TOKENS = 11
+    """Tokens given to ``allocate`` for sequences that had been preempted."""
+    RESUMED_CACHED_TOKENS = 12
+    """Of them, those found in the cache."""
+    BLOCKS_PUBLISHED = 13
+    """Full blocks published by ``commit``; copies of cached content count too."""
+    DUPLICATES_MERGED = 14
+    """Of them, those swapped for the block that held their content already."""

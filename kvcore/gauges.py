@@ -32,6 +32,8 @@ class Gauges(NamedTuple):
     """Tokens over all sequences; a shared token counts once for each holder."""
     logical_blocks: int
     """Table cells over all sequences; a shared block counts once for each table."""
+    cached: int = 0
+    """Blocks, used or evictable, that the prefix index finds."""
 
     @property
     def usage(self) -> float:

@@ -1,11 +1,14 @@
-# The free list, ref counts and idle list of one pool, and the operations on them.
+# The free list, ref counts and idle lists of one pool, and the operations on them.
 #
 #   ref       int32[n]    holders of each block
 #   ring      int32[n]    the free list: a ring of num_free ids that starts at head
 #   next, previous
-#             int32[n+1]  the idle list: evictable blocks, least recently released
-#                         first, linked both ways through the sentinel n. Allocated
-#                         at the first keep(), so that a pool without prefix sharing
+#             int32[n+levels]
+#                         the idle lists: evictable blocks, linked both ways through a
+#                         sentinel for each level, n + level. The front of the lowest
+#                         level that has any goes first. Without an eviction policy
+#                         there is one level: least recently released first. Allocated
+#                         when first needed, so that a pool without prefix sharing
 #                         neither pays for it nor touches it
 #
 # Block b is free      <=> ref[b] == 0 and b is in the ring
@@ -30,6 +33,22 @@ cdef enum Link:
     UNMARKED = -1
     KEPT = -2
 
+cdef struct pool_t
+
+# An eviction policy says at which level a block becomes evictable. Its functions run in
+# the middle of a commit: they must not fail, and they need no more than O(log n).
+cdef struct eviction_t:
+    void *state
+    # Links a block whose last holder left with link_last(); may move others.
+    void (*enter)(void *state, pool_t *pool, int32_t block) noexcept nogil
+    # A block is about to be unlinked: it was hit, evicted, or its content is unwanted.
+    void (*leave)(void *state, pool_t *pool, int32_t block) noexcept nogil
+    # A prefix match took a reference to the block, which is used now.
+    void (*hit)(void *state, int32_t block) noexcept nogil
+    # The block's content is gone, and with it all that is known of its use.
+    void (*lose)(void *state, int32_t block) noexcept nogil
+
+
 cdef struct pool_t:
     int32_t num_blocks
     int32_t num_free
@@ -39,6 +58,24 @@ cdef struct pool_t:
     int32_t *ring
     int32_t *next
     int32_t *previous
+    int32_t num_levels
+    int32_t lowest  # no level below it has a block
+    eviction_t eviction
+    # The prefix index, to be told when a block that it knows is to be reused.
+    void *index
+    void (*lose)(void *index, int32_t block) noexcept nogil
+
+
+cdef class BlockPool
+
+
+cdef class EvictionPolicy:
+    cdef eviction_t functions
+    cdef int32_t num_levels
+    cdef BlockPool pool  # None before it is attached
+
+    cdef int attach(self, BlockPool pool) except -1
+    cdef int check(self) except -1
 
 
 cdef class BlockPool:
@@ -47,6 +84,8 @@ cdef class BlockPool:
     cdef cnp.ndarray ref_array, ring_array, pin_array
     cdef tuple link_arrays
     cdef list holders  # weak references to the managers on this pool
+    cdef readonly EvictionPolicy eviction
+    cdef object prefix_index
 
     cdef int allocate_links(self) except -1
     cdef int allocate_pins(self) except -1
@@ -70,25 +109,74 @@ cdef inline void push_free(pool_t *pool, int32_t block) noexcept nogil:
     pool.num_free += 1
 
 
-cdef inline void push_evictable(pool_t *pool, int32_t block) noexcept nogil:
-    """Needs: ref[block] == 0, next[block] == KEPT."""
-    cdef int32_t sentinel = pool.num_blocks
+cdef inline void link_last(pool_t *pool, int32_t block, int32_t level) noexcept nogil:
+    """Put a block at the end of a level. Needs: it is in no list."""
+    cdef int32_t sentinel = pool.num_blocks + level
     cdef int32_t last = pool.previous[sentinel]
     pool.next[last] = block
     pool.previous[block] = last
     pool.next[block] = sentinel
     pool.previous[sentinel] = block
-    pool.num_evictable += 1
+    if level < pool.lowest:
+        pool.lowest = level
 
 
-cdef inline void unlink_evictable(pool_t *pool, int32_t block, Link mark) noexcept nogil:
-    """Needs: block is evictable. Leaves it in neither list, with the mark given."""
+cdef inline void unlink(pool_t *pool, int32_t block) noexcept nogil:
+    """Take a block out of its level. Needs: it is evictable; its link is stale after."""
     cdef int32_t after = pool.next[block]
     cdef int32_t before = pool.previous[block]
     pool.next[before] = after
     pool.previous[after] = before
+
+
+cdef inline int32_t first_of(const pool_t *pool, int32_t level) noexcept nogil:
+    """The block that a level gives up first, or a number from num_blocks on."""
+    return pool.next[pool.num_blocks + level]
+
+
+cdef inline int32_t next_victim(pool_t *pool) noexcept nogil:
+    """The evictable block that goes first. Needs: there is one.
+
+    Amortised O(1): ``lowest`` only falls when a block enters below it.
+    """
+    while first_of(pool, pool.lowest) >= pool.num_blocks:
+        pool.lowest += 1
+    return first_of(pool, pool.lowest)
+
+
+cdef inline void push_evictable(pool_t *pool, int32_t block) noexcept nogil:
+    """Needs: ref[block] == 0, next[block] == KEPT."""
+    pool.num_evictable += 1
+    if pool.eviction.enter == NULL:
+        link_last(pool, block, 0)
+    else:
+        pool.eviction.enter(pool.eviction.state, pool, block)
+
+
+cdef inline void unlink_evictable(pool_t *pool, int32_t block, Link mark) noexcept nogil:
+    """Needs: block is evictable. Leaves it in neither list, with the mark given."""
+    if pool.eviction.leave != NULL:
+        pool.eviction.leave(pool.eviction.state, pool, block)
+    unlink(pool, block)
     pool.next[block] = mark
     pool.num_evictable -= 1
+
+
+cdef inline void lose_content(pool_t *pool, int32_t block) noexcept nogil:
+    """The block's content goes: nobody may find it any more. Needs: it is in no list."""
+    pool.next[block] = UNMARKED
+    if pool.lose != NULL:
+        pool.lose(pool.index, block)
+    if pool.eviction.lose != NULL:
+        pool.eviction.lose(pool.eviction.state, block)
+
+
+cdef inline int32_t evict_block(pool_t *pool) noexcept nogil:
+    """Take the next victim out, its content lost. Needs: num_evictable > 0."""
+    cdef int32_t block = next_victim(pool)
+    unlink_evictable(pool, block, UNMARKED)
+    lose_content(pool, block)
+    return block
 
 
 cdef inline bint is_evictable(const pool_t *pool, int32_t block) noexcept nogil:
@@ -96,7 +184,7 @@ cdef inline bint is_evictable(const pool_t *pool, int32_t block) noexcept nogil:
 
 
 cdef inline int32_t take_block(pool_t *pool) noexcept nogil:
-    """The oldest free block, else the least recently released evictable one; ref 1.
+    """The oldest free block, else the next victim; ref 1.
 
     Needs: available_blocks(pool) > 0.
     """
@@ -106,8 +194,7 @@ cdef inline int32_t take_block(pool_t *pool) noexcept nogil:
         pool.head = ring_index(pool, 1)
         pool.num_free -= 1
     else:
-        block = pool.next[pool.num_blocks]
-        unlink_evictable(pool, block, UNMARKED)
+        block = evict_block(pool)
     pool.ref[block] = 1
     return block
 

@@ -1,4 +1,4 @@
-"""The physical blocks: free list, ref counts, idle list. Layout: ``pool.pxd``."""
+"""The physical blocks: free list, ref counts, idle lists. Layout: ``pool.pxd``."""
 
 cimport cython
 cimport numpy as cnp
@@ -13,10 +13,39 @@ from kvcore.errors import InvariantError, OutOfBlocks
 
 cnp.import_array()
 
-__all__ = ["BlockPool"]
+__all__ = ["BlockPool", "EvictionPolicy"]
 
 cdef enum:
-    MAX_BLOCKS = 2147483646  # 2**31 - 2: the idle list's sentinel is the id after the last
+    MAX_LEVELS = 128
+    MAX_BLOCKS = 2147483647 - MAX_LEVELS  # the idle lists' sentinels are the ids after the last
+
+
+cdef class EvictionPolicy:
+    """Decides in which order evictable blocks go: the base of those in ``kvcore.eviction``.
+
+    A pool without one evicts the least recently released block first. A policy puts each
+    block that becomes evictable into one of its levels; within a level the least recently
+    released goes first, and the lowest level that has a block goes before all others. Its
+    functions are C, called in the middle of operations that cannot fail (``eviction_t``
+    in ``pool.pxd``): subclass it in Cython.
+
+    A policy object serves one pool.
+    """
+
+    cdef int attach(self, BlockPool pool) except -1:
+        """Make its state for a pool, whose size is known. Extended by subclasses."""
+        if self.pool is not None:
+            raise ValueError(f"eviction {self!r} serves another pool already")
+        self.pool = pool
+        self.num_levels = max(self.num_levels, 1)
+        return 0
+
+    cdef int check(self) except -1:
+        """For ``BlockPool.check``: verify its state, or raise ``InvariantError``."""
+        return 0
+
+    def __repr__(self):
+        return f"{type(self).__name__}()"
 
 
 @cython.final
@@ -34,7 +63,8 @@ cdef class BlockPool:
 
     ``free + evictable + used == num_blocks``. A fresh pool hands out 0, 1, 2, …;
     freed blocks go to the back and come out oldest first; evictable blocks are
-    taken only when no free one is left, least recently released first.
+    taken only when no free one is left, least recently released first or as an
+    eviction policy says.
 
     Managers hold blocks through their tables. A reference that Python code takes
     here itself (``take``, ``retain``) is a *pin*: the pool remembers how many pins
@@ -45,14 +75,17 @@ cdef class BlockPool:
     ----------
     num_blocks : int
         At least 1.
+    eviction : EvictionPolicy, optional
+        In which order evictable blocks go. Default: least recently released first.
 
     Raises
     ------
     TypeError, ValueError
-        ``num_blocks`` is no integer, or out of range.
+        ``num_blocks`` is no integer, or out of range; ``eviction`` is no policy, or
+        another pool's.
     """
 
-    def __cinit__(self, num_blocks):
+    def __cinit__(self, num_blocks, *, eviction=None):
         cdef int32_t count = integer(num_blocks, "num_blocks", 1, MAX_BLOCKS)
         cdef int32_t block
         self.ref_array = int32_zeros(count)
@@ -64,24 +97,41 @@ cdef class BlockPool:
         self.state.ring = int32_data(self.ring_array)
         for block in range(count):
             self.state.ring[block] = block
+        self.state.num_levels = 1
+        if eviction is not None:
+            if not isinstance(eviction, EvictionPolicy):
+                raise TypeError(f"eviction must be an EvictionPolicy, got {eviction!r}")
+            self.eviction = eviction
+            self.eviction.attach(self)
+            self.state.eviction = self.eviction.functions
+            self.state.num_levels = self.eviction.num_levels
 
     cdef int allocate_links(self) except -1:
-        cdef int32_t sentinel = self.state.num_blocks
-        cdef cnp.ndarray after = int32_zeros(<cnp.npy_intp>sentinel + 1)
-        cdef cnp.ndarray before = int32_zeros(<cnp.npy_intp>sentinel + 1)
-        cdef int32_t block
+        cdef int32_t first = self.state.num_blocks
+        cdef cnp.npy_intp size = <cnp.npy_intp>first + self.state.num_levels
+        cdef cnp.ndarray after = int32_zeros(size)
+        cdef cnp.ndarray before = int32_zeros(size)
+        cdef int32_t block, sentinel
+        if self.state.next != NULL:
+            return 0
         self.link_arrays = (after, before)
         self.state.previous = int32_data(before)
         self.state.next = int32_data(after)
-        for block in range(sentinel):
+        for block in range(first):
             self.state.next[block] = UNMARKED
-        self.state.next[sentinel] = self.state.previous[sentinel] = sentinel
+        for sentinel in range(first, first + self.state.num_levels):
+            self.state.next[sentinel] = self.state.previous[sentinel] = sentinel
         return 0
 
     cdef int allocate_pins(self) except -1:
         self.pin_array = int32_zeros(self.state.num_blocks)
         self.pin_counts = int32_data(self.pin_array)
         return 0
+
+    @property
+    def index(self):
+        """The ``PrefixIndex`` on this pool, or None."""
+        return self.prefix_index
 
     @property
     def num_blocks(self):
@@ -213,22 +263,35 @@ cdef class BlockPool:
         cdef int32_t b = integer(block, "block", 0, self.state.num_blocks - 1)
         if self.state.ref[b] == 0:
             raise ValueError(f"block {b} is not used: it has no content to keep")
-        if self.state.next == NULL:
-            self.allocate_links()
+        self.allocate_links()
         self.state.next[b] = KEPT
 
     @cython.critical_section
     def forget(self, block, /):
         """Undo ``keep``; an evictable block becomes free at once. O(1).
 
-        Does nothing to a block without the mark. ``ValueError``: out of range.
+        What the prefix index knew of its content is dropped. Does nothing to a block
+        without the mark. ``ValueError``: out of range.
         """
         cdef int32_t b = integer(block, "block", 0, self.state.num_blocks - 1)
         if is_evictable(&self.state, b):
             unlink_evictable(&self.state, b, UNMARKED)
+            lose_content(&self.state, b)
             push_free(&self.state, b)
-        elif self.state.next != NULL:
-            self.state.next[b] = UNMARKED
+        elif self.state.next != NULL and self.state.next[b] == KEPT:
+            lose_content(&self.state, b)
+
+    @cython.critical_section
+    def evict(self, count, /):
+        """Let up to ``count`` evictable blocks become free, next victim first.
+
+        Returns how many did. O(count).
+        """
+        cdef int64_t wanted = integer(count, "count", 0, MAX_BLOCKS)
+        cdef int32_t number = <int32_t>min(wanted, self.state.num_evictable)
+        for _ in range(number):
+            push_free(&self.state, evict_block(&self.state))
+        return number
 
     @cython.critical_section
     def is_kept(self, block, /):
@@ -251,11 +314,15 @@ cdef class BlockPool:
         """The evictable blocks, next victim first: a copy. O(evictable)."""
         cdef cnp.npy_intp count = self.state.num_evictable
         cdef cnp.ndarray blocks = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT32, 0)
-        cdef int32_t block = self.state.num_blocks
-        cdef cnp.npy_intp i
-        for i in range(count):
-            block = self.state.next[block]
-            int32_data(blocks)[i] = block
+        cdef int32_t n = self.state.num_blocks
+        cdef int32_t level, block
+        cdef cnp.npy_intp i = 0
+        for level in range(self.state.num_levels if count else 0):
+            block = first_of(&self.state, level)
+            while block < n:
+                int32_data(blocks)[i] = block
+                i += 1
+                block = self.state.next[block]
         return blocks
 
     @cython.critical_section
@@ -266,6 +333,10 @@ cdef class BlockPool:
         """
         self.check_references()
         self.check_places()
+        if self.prefix_index is not None:
+            self.prefix_index._check()
+        if self.eviction is not None:
+            self.eviction.check()
 
     cdef int check_references(self) except -1:
         """I1: every ref count is the number of references that somebody holds."""
@@ -295,7 +366,7 @@ cdef class BlockPool:
         cdef int32_t n = pool.num_blocks
         cdef cnp.ndarray listed_array = int32_zeros(n)
         cdef int32_t *listed = int32_data(listed_array)
-        cdef int32_t i, block, before
+        cdef int32_t i, block, before, level, evictable = 0
         if not (
             0 <= pool.num_free <= n
             and 0 <= pool.num_evictable <= n - pool.num_free
@@ -311,17 +382,25 @@ cdef class BlockPool:
             if pool.next != NULL and pool.next[block] != UNMARKED:
                 raise InvariantError("I4", block, "in the free list though its content is kept")
             listed[block] = True
-        before = n
-        for _ in range(pool.num_evictable):
-            block = pool.next[before]
-            if not 0 <= block < n or listed[block]:
-                raise InvariantError("I4", block, "out of range or in two lists")
-            if pool.previous[block] != before:
-                raise InvariantError("I4", block, "the links of the idle list disagree")
-            listed[block] = True
-            before = block
-        if pool.next != NULL and (pool.next[before] != n or pool.previous[n] != before):
-            raise InvariantError("I4", None, "the idle list is not closed")
+        for level in range(pool.num_levels if pool.next != NULL else 0):
+            before = n + level
+            while pool.next[before] != n + level:
+                block = pool.next[before]
+                if not 0 <= block < n or listed[block]:
+                    raise InvariantError("I4", block, "out of range or in two lists")
+                if pool.previous[block] != before:
+                    raise InvariantError("I4", block, "the links of the idle list disagree")
+                if level < pool.lowest:
+                    raise InvariantError("I4", block, f"idle at the empty level {level}")
+                listed[block] = True
+                evictable += 1
+                before = block
+            if pool.previous[n + level] != before:
+                raise InvariantError("I4", None, f"the idle list of level {level} is not closed")
+        if evictable != pool.num_evictable:
+            raise InvariantError(
+                "I4", None, f"{evictable} blocks in idle lists, {pool.num_evictable} counted"
+            )
         for block in range(n):
             if listed[block] != (pool.ref[block] == 0):
                 raise InvariantError(

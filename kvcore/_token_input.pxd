@@ -1,0 +1,117 @@
+# Token ids from whatever holds them, as int32. Checked once, here.
+
+from cpython.buffer cimport (
+    Py_buffer, PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer,
+    PyObject_GetBuffer,
+)
+from libc.stdint cimport int32_t, int64_t, uint32_t
+
+from kvcore._arguments cimport integer
+
+cdef enum:
+    MAX_TOKEN = 2147483647  # 2**31 - 1
+
+
+cdef inline object token_source(object tokens):
+    """``tokens`` as something that read_tokens takes: a buffer, or a list of its own.
+
+    A list is copied, since reading it may run code that changes it.
+    """
+    if PyObject_CheckBuffer(tokens) and not isinstance(tokens, (bytes, bytearray)):
+        return tokens
+    if hasattr(tokens, "__dlpack__"):
+        from numpy import from_dlpack
+        return from_dlpack(tokens)
+    if isinstance(tokens, (str, bytes, bytearray)):
+        raise TypeError(f"tokens must be integers, got {type(tokens).__name__}")
+    try:
+        return list(tokens)
+    except TypeError:
+        raise TypeError(f"tokens must be a buffer or a sequence, got {tokens!r}") from None
+
+
+cdef inline int open_buffer(object source, Py_buffer *view) except -1:
+    """A 1-D buffer of int32, uint32 or int64 in native order, or an error."""
+    PyObject_GetBuffer(source, view, PyBUF_FORMAT | PyBUF_STRIDES)
+    cdef bytes code = b"B" if view.format == NULL else <bytes>view.format
+    kind = code.lstrip(b"@=<")
+    if not (
+        (view.itemsize == 4 and kind in (b"i", b"l", b"I", b"L"))
+        or (view.itemsize == 8 and kind in (b"q", b"l"))
+    ):
+        itemsize = view.itemsize
+        PyBuffer_Release(view)
+        raise TypeError(
+            f"tokens must be int32, uint32 or int64, got format {code.decode()!r} "
+            f"of {itemsize} bytes"
+        )
+    if view.ndim != 1:
+        dimensions = view.ndim
+        PyBuffer_Release(view)
+        raise ValueError(f"tokens must have one dimension, got {dimensions}")
+    return 0
+
+
+cdef inline int64_t copy_buffer(const Py_buffer *view, int32_t *out) noexcept nogil:
+    """Copy a buffer that open_buffer took. Returns the place of a bad token, or -1."""
+    cdef const char *item = <const char *>view.buf
+    cdef Py_ssize_t count = view.shape[0]
+    cdef Py_ssize_t stride = view.strides[0]
+    cdef const int32_t *narrow = <const int32_t *>item
+    cdef const int64_t *wide = <const int64_t *>item
+    cdef uint32_t bits = 0
+    cdef int64_t wide_bits = 0
+    cdef Py_ssize_t i
+    # In one pass over all, so that the compiler can use vectors: bad ones are looked for
+    # only when there are any.
+    if view.itemsize == 4 and stride == 4:
+        for i in range(count):
+            out[i] = narrow[i]
+            bits |= <uint32_t>narrow[i]
+    elif view.itemsize == 4:
+        for i in range(count):
+            out[i] = (<const int32_t *>(item + i * stride))[0]
+            bits |= <uint32_t>out[i]
+    elif stride == 8:
+        for i in range(count):
+            out[i] = <int32_t>wide[i]
+            wide_bits |= wide[i]
+    else:
+        for i in range(count):
+            out[i] = <int32_t>(<const int64_t *>(item + i * stride))[0]
+            wide_bits |= (<const int64_t *>(item + i * stride))[0]
+    if bits <= MAX_TOKEN and 0 <= wide_bits <= MAX_TOKEN:
+        return -1
+    for i in range(count):
+        if view.itemsize == 4:
+            if (<const int32_t *>(item + i * stride))[0] < 0:
+                return i
+        elif not 0 <= (<const int64_t *>(item + i * stride))[0] <= MAX_TOKEN:
+            return i
+    return -1
+
+
+cdef inline int bad_token(const Py_buffer *view, int64_t place) except -1:
+    cdef const char *item = <const char *>view.buf + place * view.strides[0]
+    if view.itemsize == 8:
+        value = (<const int64_t *>item)[0]
+    elif view.format[0] in b"IL" or (view.format[0] in b"@=<" and view.format[1] in b"IL"):
+        value = (<const uint32_t *>item)[0]
+    else:
+        value = (<const int32_t *>item)[0]
+    raise ValueError(f"tokens: token {place} must be between 0 and {MAX_TOKEN}, got {value}")
+
+
+cdef inline int copy_list(list tokens, int32_t *out) except -1:
+    cdef Py_ssize_t i
+    for i in range(len(tokens)):
+        value = tokens[i]
+        try:
+            out[i] = <int32_t>integer(value, "token", 0, MAX_TOKEN)
+        except ValueError:
+            raise ValueError(
+                f"tokens: token {i} must be between 0 and {MAX_TOKEN}, got {value}"
+            ) from None
+        except TypeError:
+            raise TypeError(f"tokens: token {i} must be an integer, got {value!r}") from None
+    return 0
