@@ -253,7 +253,7 @@ def test_K9_01_a_hit_is_always_the_content_that_was_asked_for(merge_duplicates: 
         assert identity is not None
         assert known[identity.uid] == identity
     assert sum(map(bool, drains)) > 10
-    assert all(engine.hits > 50 for engine in engines)
+    assert sum(engine.hits for engine in engines) > 200
     assert sum(engine.out_of_blocks for engine in engines) > 0
     if merge_duplicates:
         assert sum(int(bm.counters[Counter.DUPLICATES_MERGED]) for bm in managers) > 0
