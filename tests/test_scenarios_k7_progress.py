@@ -14,6 +14,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prefix_support import (
+    compute_prompt,
+    counted,
+    engine_step,
+    lookup,
+    prefix_state,
+    sharing_manager,
+    sharing_scheduler,
+    with_and_without_sharing,
+    words,
+)
 from scenario_support import (
     blocks_with_a_middle,
     checked_manager,
@@ -25,7 +36,7 @@ from scenario_support import (
     scheduler_state,
 )
 
-from kvcore import BlockManager, Reason, RequestRefused, Scheduler, Step
+from kvcore import BlockManager, Counter, Reason, RequestRefused, Scheduler, Step
 
 
 def run_to_completion(
@@ -218,6 +229,149 @@ def test_K7_08_victims_of_one_step_keep_their_order_at_the_front(
         assert queue == [*preempted, "never started"]
         assert scheduler.running == ["oldest", *[name for name in names if name not in queue]]
         finished = len(preempted) == victims
+
+
+def four_decoders(bm: BlockManager, scheduler: Scheduler) -> None:
+    """Nine of ten blocks in use, and room in each table for a while."""
+    for number, blocks in enumerate((2, 2, 2, 3)):
+        tokens = words(bm.block_size, *range(10 * number, 10 * number + blocks))
+        scheduler.add(number, tokens=tokens[: (blocks - 1) * bm.block_size + 1])
+    assert scheduler.step() == [0, 1, 2, 3]
+    assert len(bm.free) == 1
+
+
+@with_and_without_sharing
+@pytest.mark.parametrize("watermark", [0, 1])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_K7_09_admission_waits_for_room_for_the_whole_prompt(
+    block_size: int, watermark: int, sharing: bool
+) -> None:
+    """That its first chunk would fit lets nobody in, so nobody is preempted for the rest."""
+    make = sharing_manager if sharing else checked_manager
+    bm = make(10, block_size)
+    scheduler = sharing_scheduler(bm, watermark)
+    four_decoders(bm, scheduler)
+    scheduler.add("long", tokens=words(block_size, *range(50, 55))[:-1])
+    running: list[Hashable] = [0, 1, 2, 3]
+    while len(bm.free) < 5 + watermark:
+        step = scheduler.step()
+        assert step == running
+        assert (step.preempted, step.prefills) == ([], [])
+        verdict = scheduler.why("long")
+        enough = len(bm.free) >= 5
+        assert verdict.reason is (Reason.WATERMARK if enough else Reason.BLOCKS)
+        assert (verdict.needed, verdict.available) == (5, len(bm.free))
+        scheduler.finish(running.pop(0))
+    step = scheduler.step()
+    assert step == [*running, "long"]
+    assert step.preempted == []
+    assert step.prefills == [("long", 5 * block_size - 1)]
+
+
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("watermark", [0, 1])
+@pytest.mark.parametrize("block_size", [8, 16])
+def test_K7_09_cached_blocks_of_a_prompt_need_no_room_but_all_the_others_do(
+    block_size: int, watermark: int, idle: bool
+) -> None:
+    """An idle hit is not counted as room too: it would be spent twice."""
+    bm = sharing_manager(12, block_size)
+    compute_prompt(bm, "prefix", words(block_size, 50, 51))
+    if idle:
+        bm.free_seq("prefix")
+    scheduler = sharing_scheduler(bm, watermark)
+    for number, blocks in enumerate((2, 2, 2, 3)):
+        scheduler.add(number, (blocks - 1) * block_size + 1)
+    assert scheduler.step() == [0, 1, 2, 3]
+    assert len(bm.free) == 1
+    scheduler.add("long", tokens=words(block_size, *range(50, 55))[:-1])
+    running: list[Hashable] = [0, 1, 2, 3]
+    while len(bm.free) < 3 + watermark:
+        step = scheduler.step()
+        assert (step, step.preempted, step.prefills) == (running, [], [])
+        verdict = scheduler.why("long")
+        assert (verdict.needed, verdict.available) == (3, len(bm.free))
+        scheduler.finish(running.pop(0))
+    step = scheduler.step()
+    assert step == [*running, "long"]
+    assert (step.preempted, step.cached) == ([], [2 * block_size])
+
+
+@with_and_without_sharing
+@pytest.mark.parametrize("victims", [1, 2, 3])
+@pytest.mark.parametrize("block_size", [2, 4, 16])
+def test_K7_10_who_is_admitted_and_preempted_in_one_step_leaves_no_trace_in_it(
+    block_size: int, victims: int, sharing: bool
+) -> None:
+    """The older ones stand on a boundary and need the blocks that admission gave away."""
+    make = sharing_manager if sharing else checked_manager
+    bm = make(2 * victims, block_size)
+    scheduler = sharing_scheduler(bm, watermark_blocks=0)
+    olds = [f"old {i}" for i in range(victims)]
+    for number, old in enumerate(olds):
+        scheduler.add(old, tokens=words(block_size, 10 + number)[:-1])
+    assert scheduler.step() == olds
+    names = [f"new {i}" for i in range(victims)]
+    prompts = {name: words(block_size, 50 + number) for number, name in enumerate(names)}
+    for name, tokens in prompts.items():
+        scheduler.add(name, tokens=tokens)
+    step = scheduler.step()
+    assert step == olds
+    assert step.prefills == []
+    assert step.cached == []
+    assert step.preempted == names[::-1]
+    assert step.rejected == {}
+    assert len(step.rows) == len(step.slots) == victims
+    assert step.slots.tolist() == [int(bm.tables[old][1]) * block_size for old in olds]
+    assert len(step.copies) == 0
+    assert scheduler.running == olds
+    assert list(scheduler.waiting) == [(name, block_size) for name in names]
+    for name in names:
+        assert name not in bm
+    assert bm.pool.num_used == 2 * victims
+    # What never ran is no cache, and each enters once more when there is room.
+    if sharing:
+        assert lookup(bm, prompts[names[0]]) == 0
+    for old in olds:
+        scheduler.finish(old)
+    step = scheduler.step()
+    assert step.prefills == [(name, block_size) for name in names]
+    assert step == names
+
+
+@pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.parametrize("block_size", [2, 4, 16])
+def test_K7_10_the_hits_of_a_victim_of_its_own_step_are_given_back(
+    block_size: int, idle: bool
+) -> None:
+    bm = sharing_manager(4, block_size)
+    compute_prompt(bm, "prefix", words(block_size, 1))
+    cached = bm.tables["prefix"][0]
+    scheduler = sharing_scheduler(bm, watermark_blocks=0)
+    scheduler.add("old", tokens=words(block_size, 8)[:-1])
+    engine_step(bm, scheduler, {"old": 700})
+    if idle:
+        bm.free_seq("prefix")
+    scheduler.add("A", tokens=words(block_size, 1, 2, 3))
+    step = engine_step(bm, scheduler, {"old": 701})
+    assert (step, step.preempted) == (["old"], ["A"])
+    assert (step.prefills, step.cached, step.rejected) == ([], [], {})
+    assert bm.ref[cached] == (0 if idle else 1)
+    assert lookup(bm, words(block_size, 1, 2, 3)) == 1, "the hit is there again, the rest never was"
+    before = prefix_state(bm)
+    assert scheduler.why("A").reason is Reason.BLOCKS
+    assert prefix_state(bm) == before
+
+    scheduler.finish("old")
+    bm.evict(9)
+    if not idle:
+        bm.free_seq("prefix")
+    step = engine_step(bm, scheduler, {"A": 702})
+    assert step.prefills == [("A", 3 * block_size)]
+    assert step.cached == [0 if idle else block_size]
+    # The request counted once, when it came; nothing of its resume is a user's hit.
+    (asked,) = counted(bm, Counter.PROMPT_TOKENS)
+    assert asked == block_size + (block_size - 1) + 3 * block_size
 
 
 @every_block_size
