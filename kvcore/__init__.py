@@ -10,7 +10,7 @@ from kvcore.pool import BlockPool, EvictionPolicy
 from kvcore.prefix_index import Identity, PrefixIndex, Prompt
 from kvcore.prefix_log import Cleared, Removed, Stored
 from kvcore.prefix_pin import PrefixPin
-from kvcore.scheduler import Reason, Resumed, Scheduler, Step, Verdict
+from kvcore.scheduler import Reason, Request, Resumed, Scheduler, Step, Verdict
 
 __version__ = "0.1.0"
 
@@ -37,6 +37,7 @@ __all__ = [
     "Prompt",
     "Reason",
     "Removed",
+    "Request",
     "RequestRefused",
     "Resumed",
     "Retention",

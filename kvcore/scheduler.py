@@ -5,28 +5,33 @@ The rules, in the order in which a step applies them:
 * Admission is first come, first served. The head of the queue enters while that
   leaves ``watermark_blocks`` free, so that the decode which follows does not at
   once preempt what was just admitted. The first that does not fit stops the rest.
+  Cached blocks that it can share need not be found.
+* A head whose next block is computed by somebody who enters in this very step waits,
+  once, for the next step, where it can share that block instead of computing it too.
 * Every running sequence gets the slot of its next token, oldest first. Appends may
   use the watermark.
 * When the blocks run out, the newest running sequence is preempted: its blocks are
   taken back and it returns to the front of the queue with its prompt and all that
-  it generated, to be recomputed. The sequence that met the shortage is the victim
-  only if it is itself the newest.
+  it generated, to be recomputed but for the blocks that are still cached when it
+  comes back. The sequence that met the shortage is the victim only if it is itself
+  the newest.
 * A preempted sequence that meets an idle machine may use the watermark too. It grew
   into those blocks, so it must be able to come back.
 
 Why it cannot hang: the oldest running sequence is never a victim while another one
 runs, so it finishes; when it is alone and the whole pool cannot hold its next token,
-it is ended with a reason; and a request that could never enter is refused.
+it is ended with a reason; and a request that could never enter is refused. Only a
+step that has admitted somebody lets the next one wait for a prefix.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from enum import Enum
 from operator import index
-from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsIndex
 
 import numpy as np
 
@@ -36,7 +41,14 @@ from kvcore.errors import RequestRefused
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Reason", "Resumed", "Scheduler", "Step", "Verdict"]
+    from kvcore.eviction import Retention
+    from kvcore.identity import Media, Namespace
+    from kvcore.prefix_index import Prompt
+
+    _Entered = dict[bytes, list[Prompt]]
+    """Prompts that enter in a step, by the tokens of their first block not cached."""
+
+__all__ = ["Reason", "Request", "Resumed", "Scheduler", "Step", "Verdict"]
 
 MAX_TOKENS = 2**31 - 1
 """A sequence cannot grow past this; lengths are int32."""
@@ -53,6 +65,7 @@ class Reason(Enum):
     BLOCKS = "too few blocks are available"
     WATERMARK = "it fits, but would leave fewer blocks than the watermark"
     LIVE_ID = "a live sequence has its id"
+    PREFIX = "it let a step pass while blocks that it can share were computed, and enters now"
     FITS = "it enters at the next step"
     NEVER_FITS = "its prompt can never fit under the watermark"
     OUTGREW_POOL = "its next token does not fit into the whole pool"
@@ -71,12 +84,48 @@ class Verdict(NamedTuple):
     """Requests before it in the queue."""
 
 
-class Resumed(NamedTuple):
-    """Queue entry of a preempted sequence; equal to the plain ``(seq, n_tokens)``."""
-
+class _Pair(NamedTuple):
     seq: Hashable
     n_tokens: int
-    """Prompt plus everything generated so far."""
+
+
+class Request(_Pair):
+    """Queue entry that says more than its length; equal to the plain ``(seq, n_tokens)``.
+
+    Attributes
+    ----------
+    prompt : Prompt or None
+        The tokens that are known, hashed once however often the request is tried.
+    retention : sequence of Retention
+        As for ``BlockManager.allocate``.
+    waited : bool
+        Whether it has let a step pass for a prefix; it does so once.
+    """
+
+    prompt: Prompt | None
+    retention: Sequence[Retention]
+    waited: bool
+
+    def __new__(
+        cls,
+        seq: Hashable,
+        n_tokens: int,
+        prompt: Prompt | None = None,
+        retention: Sequence[Retention] = (),
+    ) -> Self:
+        """Make the pair, with what the manager needs besides."""
+        request = super().__new__(cls, seq, n_tokens)
+        request.prompt = prompt
+        request.retention = retention
+        request.waited = False
+        return request
+
+
+class Resumed(Request):
+    """Queue entry of a preempted sequence: its prompt and everything generated so far.
+
+    Its ``prompt`` ends with the last token that was committed.
+    """
 
 
 class Step(list[Hashable]):
@@ -94,19 +143,23 @@ class Step(list[Hashable]):
         int32 ``(k, 2)``: block copies ``(src, dst)`` to run before anything else, in
         any order. No block is both a source and a destination.
     prefills : list of (seq, n_tokens)
-        Sequences admitted in this step whose first ``n_tokens`` must be computed.
+        Sequences admitted in this step, whose first ``n_tokens`` must be computed but
+        for the cached ones.
+    cached : list of int
+        Parallel to ``prefills``: how many leading tokens were found cached.
     preempted : list
         Sequences whose blocks were taken back; they wait again.
     rejected : dict of seq to Verdict
         Requests that were dropped for good in this step, and why.
     """
 
-    __slots__ = ("copies", "preempted", "prefills", "rejected", "rows", "slots")
+    __slots__ = ("cached", "copies", "preempted", "prefills", "rejected", "rows", "slots")
 
     rows: NDArray[np.int32]
     slots: NDArray[np.int64]
     copies: NDArray[np.int32]
     prefills: list[tuple[Hashable, int]]
+    cached: list[int]
     preempted: list[Hashable]
     rejected: dict[Hashable, Verdict]
 
@@ -123,6 +176,9 @@ class Scheduler:
         Blocks that admission must leave available.
     max_running : int, optional
         Most sequences that may run at once; by default only the blocks limit them.
+    wait_for_prefix : bool
+        Whether a request may let one step pass, once, when that saves it at least one
+        block which a sequence admitted in that step computes.
 
     Attributes
     ----------
@@ -148,6 +204,7 @@ class Scheduler:
         watermark_blocks: SupportsIndex = 1,
         *,
         max_running: SupportsIndex | None = None,
+        wait_for_prefix: bool = True,
     ) -> None:
         if not isinstance(bm, BlockManager):
             raise TypeError(f"bm must be a BlockManager, got {bm!r}")
@@ -159,21 +216,40 @@ class Scheduler:
                 f"free in a pool of {bm.num_blocks} blocks"
             )
         self.max_running = None if max_running is None else _at_least(max_running, 1, "max_running")
+        self.wait_for_prefix = wait_for_prefix
         self.waiting: deque[tuple[Hashable, int]] = deque()
         self.running: list[Hashable] = []
         self._rows = _RunningRows(bm)
 
-    def add(self, seq: Hashable, n_tokens: SupportsIndex) -> None:
-        """Queue a request whose prompt has ``n_tokens`` tokens. O(1).
+    def add(
+        self,
+        seq: Hashable,
+        n_tokens: SupportsIndex | None = None,
+        *,
+        tokens: Any = None,
+        namespace: Namespace | str | bytes | None = None,
+        media: Sequence[Media] = (),
+        retention: Sequence[Retention] = (),
+    ) -> None:
+        """Queue a request whose prompt has ``n_tokens`` tokens, or these ``tokens``.
+
+        Everything but the length is for prefix sharing and ignored without it; see
+        ``BlockManager.allocate``. The tokens are copied and hashed here, once. O(tokens).
 
         Raises
         ------
         RequestRefused
-            The prompt needs more than ``num_blocks - watermark_blocks`` blocks.
+            The prompt needs more than ``num_blocks - watermark_blocks`` blocks, cached
+            ones included: they need not be there any more when it enters.
         ValueError, TypeError
-            ``n_tokens`` is below 1 or no integer, or ``seq`` is live.
+            ``n_tokens`` is below 1, below the number of ``tokens`` or no integer,
+            ``seq`` is live, or what ``BlockManager.prompt`` raises.
         """
-        request = (seq, _at_least(n_tokens, 1, "n_tokens"))
+        known = 0
+        if tokens is not None:
+            known = _number_of(tokens)
+            n_tokens = known if n_tokens is None else n_tokens
+        request = (seq, _at_least(n_tokens, known or 1, "n_tokens"))
         if seq in self.bm:
             raise ValueError(f"seq {seq!r} is a live sequence already")
         verdict = self._never(request)
@@ -182,6 +258,11 @@ class Scheduler:
                 f"n_tokens is {request[1]}: {verdict.reason.value}; {seq!r} needs "
                 f"{verdict.needed} blocks and can have {verdict.available}"
             )
+        more = tokens is not None or namespace is not None or media or retention
+        if more and self.bm.prefix_caching:
+            tokens = () if tokens is None else tokens
+            prompt = self.bm.prompt(tokens, namespace=namespace, media=media)
+            request = Request(*request, prompt, tuple(retention))
         self.waiting.append(request)
 
     def fork(
@@ -224,6 +305,8 @@ class Scheduler:
                 verdict = self._never(request) or self._not_now(request)
                 if ahead:
                     return Verdict(Reason.BEHIND, verdict.needed, verdict.available, ahead)
+                if verdict.reason is Reason.FITS and getattr(request, "waited", False):
+                    return verdict._replace(reason=Reason.PREFIX)
                 return verdict
         raise KeyError(f"no waiting request {seq!r}")
 
@@ -231,6 +314,7 @@ class Scheduler:
         """Admit, then give every running sequence the slot of its next token."""
         step = Step()
         step.prefills = []
+        step.cached = []
         step.preempted = []
         step.rejected = {}
         if self.waiting:
@@ -242,6 +326,7 @@ class Scheduler:
 
     def _admit(self, step: Step) -> None:
         self._rows.follow(self.running)  # a dead id raises before anybody is admitted
+        entered: _Entered = {}
         while self.waiting:
             request = self.waiting[0]
             seq, n_tokens = request
@@ -255,16 +340,56 @@ class Scheduler:
                 # Its owner did not come through here: nothing says when it will end.
                 self.waiting.popleft()
                 step.rejected[seq] = verdict
-            elif verdict.reason is not Reason.FITS:
+            elif verdict.reason is not Reason.FITS or (
+                entered and self._waits_for_prefix(request, verdict, entered)
+            ):
                 return
             else:
-                self.bm.allocate(seq, n_tokens)
+                cached = 0
+                if isinstance(request, Request):
+                    cached = self.bm.allocate(
+                        seq,
+                        n_tokens,
+                        tokens=request.prompt,
+                        retention=request.retention,
+                        resumed=isinstance(request, Resumed),
+                    )
+                    if request.prompt is not None:
+                        tokens = self._block_tokens(request.prompt, cached)
+                        entered.setdefault(tokens, []).append(request.prompt)
+                else:
+                    self.bm.allocate(seq, n_tokens)
                 self.waiting.popleft()
                 self._enter(seq)
                 step.prefills.append((seq, n_tokens))
+                step.cached.append(cached)
+
+    def _waits_for_prefix(
+        self, request: tuple[Hashable, int], verdict: Verdict, entered: _Entered
+    ) -> bool:
+        """Whether the head of the queue, which fits, lets this step pass for a prefix.
+
+        Two prompts that agree beyond what is cached miss at the same block. So it is
+        compared with the few that miss there with the same tokens, not with everybody.
+        """
+        if not self.wait_for_prefix or not isinstance(request, Request) or request.waited:
+            return False
+        prompt = request.prompt
+        if prompt is None:
+            return False
+        column = self._needed(request) - verdict.needed  # of the first block not cached
+        start = column * self.bm.block_size
+        if start + self.bm.block_size >= request.n_tokens:
+            return False  # the last token is always computed, and its block with it
+        others = entered.get(self._block_tokens(prompt, start), ())
+        request.waited = any(prompt.common_blocks(other) > column for other in others)
+        return request.waited
+
+    def _block_tokens(self, prompt: Prompt, start: int) -> bytes:
+        return prompt.tokens[start : start + self.bm.block_size].tobytes()
 
     def _needed(self, request: tuple[Hashable, int]) -> int:
-        """Blocks that a request must find.
+        """Blocks that a request holds once it has entered.
 
         A preempted one returns only when its next token has room too: otherwise it
         would yield again to the very shortage that it made way for.
@@ -296,8 +421,13 @@ class Scheduler:
         needed = self._needed(request)
         available = self.bm.num_available
         watermark = self.watermark_blocks
-        if isinstance(request, Resumed) and not self.running:
-            watermark = 0
+        if isinstance(request, Request):
+            if request.prompt is not None:
+                plan = self.bm.plan_allocate(request.n_tokens, tokens=request.prompt)
+                needed -= plan.cached_tokens // self.bm.block_size
+                available = plan.available
+            if isinstance(request, Resumed) and not self.running:
+                watermark = 0
         if request[0] in self.bm:
             reason = Reason.LIVE_ID
         elif self.max_running is not None and len(self.running) >= self.max_running:
@@ -369,9 +499,13 @@ class Scheduler:
         """Take the newest sequence's blocks back and queue it first, to be recomputed."""
         victim = self.running[-1]
         request = Resumed(victim, self.bm.length(victim))
+        if self.bm.prefix_caching:
+            request.prompt = self.bm.prompt_of(victim)
+            request.retention = self.bm.retention(victim)
         self._leave(len(self.running) - 1)
         if step.prefills and step.prefills[-1][0] == victim:
             step.prefills.pop()
+            step.cached.pop()
         verdict = self._never(request)
         if verdict is not None:
             step.rejected[victim] = verdict
@@ -446,7 +580,7 @@ class _RunningRows:
         self._array = None
 
 
-def _at_least(value: SupportsIndex, minimum: int, name: str) -> int:
+def _at_least(value: Any, minimum: int, name: str) -> int:
     try:
         number = index(value)
     except TypeError:
@@ -456,3 +590,10 @@ def _at_least(value: SupportsIndex, minimum: int, name: str) -> int:
     if number < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {number}")
     return number
+
+
+def _number_of(tokens: Any) -> int:
+    try:
+        return len(tokens)
+    except TypeError:
+        raise TypeError(f"tokens must be a sequence of token ids, got {tokens!r}") from None
