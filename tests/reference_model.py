@@ -5,8 +5,12 @@ of one deque, every holder is written down, and a call that may fail counts what
 needs before it touches anything. Public operations, argument checks, exceptions and
 results are those of the compiled classes, with plain lists for arrays.
 
+The prefix index is a trie of tokens: a block's identity is a node, found by walking from
+the root and comparing. Nothing is hashed.
+
 Rows are the exception: which row a sequence gets is the core's own affair, so the
-model numbers its sequences as they come and a test translates.
+model numbers its sequences as they come and a test translates. So are the numbers of
+identities.
 
 Where a call is wrong in two ways at once, the contract does not say which error comes
 first, and a test that makes such calls accepts either.
@@ -18,16 +22,37 @@ import operator
 from collections import Counter as Multiset
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcore.counters import Counter
 from kvcore.errors import InvariantError, OutOfBlocks, RequestRefused
 from kvcore.gauges import Gauges
-from kvcore.scheduler import Reason, Resumed, Verdict
+from kvcore.identity import Media, namespace_key
+from kvcore.scheduler import Reason, Request, Resumed, Verdict
 
-__all__ = ["ReferenceBlockManager", "ReferencePool", "ReferenceScheduler", "ReferenceStep"]
+__all__ = [
+    "Node",
+    "ReferenceBlockManager",
+    "ReferenceIndex",
+    "ReferencePool",
+    "ReferencePrefixPin",
+    "ReferencePrompt",
+    "ReferenceScheduler",
+    "ReferenceStep",
+]
 
 LARGEST_COUNT = 2**31 - 1
+LARGEST_TOKEN = 2**31 - 1
+
+MediaParts = tuple[tuple[bytes, int, int], ...]
+"""Of the media that a block touches: digest, offset from the block, length."""
+
+Key = tuple[bytes, MediaParts]
+"""Of a block: its namespace (of column 0 only) and media."""
+
+Change = tuple[Any, ...]
+"""``("stored", uid, parent, tokens, key)``, ``("removed", uid)`` or ``("cleared",)``."""
 
 
 def as_integer(name: str, value: Any) -> int:
@@ -44,8 +69,175 @@ def as_count(name: str, value: Any) -> int:
     return number
 
 
+def as_tokens(value: Any) -> list[int]:
+    """Ids of tokens, as a list of int."""
+    if isinstance(value, str | bytes):
+        raise TypeError(f"tokens must be integers, not {value!r}")
+    try:
+        tokens = [as_integer("a token", token) for token in value]
+    except TypeError:
+        raise TypeError(f"tokens must be integers, not {value!r}") from None
+    for position, token in enumerate(tokens):
+        if not 0 <= token <= LARGEST_TOKEN:
+            raise ValueError(f"token {token} at {position}")
+    return tokens
+
+
 def blocks_for(n_tokens: int, block_size: int) -> int:
     return -(-n_tokens // block_size)
+
+
+def media_by_column(
+    media: Sequence[Media], n_tokens: int, block_size: int
+) -> dict[int, MediaParts]:
+    """What media each block touches, of those that touch any."""
+    touched: dict[int, MediaParts] = {}
+    end = 0
+    for item in sorted(media, key=lambda item: item.start):
+        if item.start < end:
+            raise ValueError(f"media overlap: {item}")
+        end = item.stop
+        for column in range(item.start // block_size, blocks_for(end, block_size)):
+            part = (item.digest, item.start - column * block_size, item.stop - item.start)
+            touched[column] = (*touched.get(column, ()), part)
+    if end > n_tokens:
+        raise ValueError(f"media end at {end} of {n_tokens}")
+    return touched
+
+
+@dataclass(frozen=True)
+class ReferencePrompt:
+    """Tokens and all else that tells who may share them."""
+
+    tokens: list[int]
+    namespace: bytes
+    media: dict[int, MediaParts]
+    block_size: int
+    cut_column: int = LARGEST_COUNT  # the first that nobody shares
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_full_blocks(self) -> int:
+        return len(self.tokens) // self.block_size
+
+    def content(self, column: int) -> tuple[Key, tuple[int, ...]]:
+        """What a child of the node before it is found by."""
+        size = self.block_size
+        key = (self.namespace if column == 0 else b"", self.media.get(column, ()))
+        return key, tuple(self.tokens[column * size : (column + 1) * size])
+
+    def common_blocks(self, other: ReferencePrompt) -> int:
+        common = 0
+        while common < min(self.num_full_blocks, other.num_full_blocks):
+            if self.content(common) != other.content(common):
+                break
+            common += 1
+        return common
+
+
+@dataclass(eq=False)
+class Node:
+    """One content: the tokens of a full block, its key, and everything before it."""
+
+    uid: int
+    parent: Node | None
+    key: Key
+    tokens: tuple[int, ...]
+    # Nodes without copies are dead and not listed. What followed one cannot be found again.
+    children: dict[tuple[Key, tuple[int, ...]], Node] = field(default_factory=dict)
+    # The first one is canonical: the oldest, then the newest of those that came while it
+    # was there.
+    copies: list[int] = field(default_factory=list)
+
+    def stored(self) -> Change:
+        assert self.parent is not None
+        return "stored", self.uid, self.parent.uid, self.tokens, self.key
+
+
+class ReferenceIndex:
+    """Which blocks hold which content: a trie of tokens."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.root = Node(0, None, (b"", ()), ())
+        self.nodes: dict[int, Node] = {}  # by block
+        self.barred: set[int] = set()  # had an identity, and may get none while they are held
+        self.newest_uid = 0
+        self.epoch = 0
+        self.era = 0  # counts the resets
+        self.duplicates = 0
+        self._changes: list[Change] | None = None
+        self._capacity = 0
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def find(self, prompt: ReferencePrompt, most: int) -> list[Node]:
+        """The nodes of the longest cached prefix, at most that many."""
+        found: list[Node] = []
+        while len(found) < most:
+            child = (found[-1] if found else self.root).children.get(prompt.content(len(found)))
+            if child is None:
+                break
+            found.append(child)
+        return found
+
+    def publish(self, block: int, parent: Node, key: Key, tokens: tuple[int, ...]) -> Node:
+        assert block not in self.nodes
+        node = parent.children.get((key, tokens))
+        if node is None:
+            self.newest_uid += 1
+            node = Node(self.newest_uid, parent, key, tokens)
+            parent.children[key, tokens] = node
+            self._log(node.stored())
+        else:
+            self.duplicates += 1
+        node.copies.insert(1, block)
+        self.nodes[block] = node
+        return node
+
+    def drop(self, block: int) -> None:
+        """The block holds that content no longer, or it is not wanted any more."""
+        node = self.nodes.pop(block, None)
+        if node is None:
+            return
+        self.barred.add(block)
+        node.copies.remove(block)
+        if not node.copies:
+            assert node.parent is not None
+            del node.parent.children[node.key, node.tokens]
+            self._log(("removed", node.uid))
+
+    # What changed, for a mirror.
+
+    def live(self) -> dict[int, Node]:
+        return {node.uid: node for node in self.nodes.values()}
+
+    def _log(self, change: Change) -> None:
+        if self._changes is not None:
+            self._changes.append(change)
+
+    def start_log(self) -> None:
+        """Of any length: the model keeps no capacity."""
+        self._changes = [("cleared",), *(node.stored() for _, node in sorted(self.live().items()))]
+
+    def stop_log(self) -> None:
+        self._changes = None
+
+    def drain(self) -> list[Change]:
+        assert self._changes is not None
+        changes, self._changes = self._changes, []
+        return changes
+
+    def check(self, ref: list[int]) -> None:
+        for block, node in self.nodes.items():
+            if block not in node.copies:
+                raise InvariantError("I5", block, "not among the copies of its content")
+        for node in self.live().values():
+            if len(node.tokens) != self.block_size or len(set(node.copies)) != len(node.copies):
+                raise InvariantError("I6", None, f"content {node.uid}")
 
 
 class ReferencePool:
@@ -60,6 +252,7 @@ class ReferencePool:
         self._kept: set[int] = set()
         self._free = deque(range(self.num_blocks))
         self._evictable: deque[int] = deque()
+        self.index: ReferenceIndex | None = None
         self.managers: list[ReferenceBlockManager] = []
 
     @property
@@ -92,10 +285,12 @@ class ReferencePool:
             block, evicted = self._free.popleft(), False
         elif self._evictable:
             block, evicted = self._evictable.popleft(), True
-            self._kept.remove(block)
+            self.forget_content(block)
         else:
             raise OutOfBlocks(1, 0)
         self.ref[block] = 1
+        if self.index is not None:
+            self.index.barred.discard(block)
         return block, evicted
 
     def add_reference(self, block: int) -> None:
@@ -111,6 +306,12 @@ class ReferencePool:
             return False
         (self._evictable if block in self._kept else self._free).append(block)
         return True
+
+    def forget_content(self, block: int) -> None:
+        """Neither wanted nor found any more."""
+        self._kept.discard(block)
+        if self.index is not None:
+            self.index.drop(block)
 
     # Public operations.
 
@@ -162,10 +363,17 @@ class ReferencePool:
 
     def forget(self, block: Any) -> None:
         block = self._block(block)
-        self._kept.discard(block)
+        self.forget_content(block)
         if block in self._evictable:
             self._evictable.remove(block)
             self._free.append(block)
+
+    def evict(self, count: Any) -> int:
+        count = as_count("count", count)
+        victims = list(self._evictable)[:count]
+        for block in victims:
+            self.forget(block)
+        return len(victims)
 
     def is_kept(self, block: Any) -> bool:
         return self._block(block) in self._kept
@@ -185,23 +393,90 @@ class ReferencePool:
         idle = [block for block in range(self.num_blocks) if self.ref[block] == 0]
         if sorted([*self._free, *self._evictable]) != idle:
             raise InvariantError("I4", None, "free and evictable blocks are not the idle ones")
+        if self.index is not None:
+            self.index.check(self.ref)
+            for block in self.index.nodes:
+                if block not in self._kept:
+                    raise InvariantError("I4", block, "has an identity and is not kept")
         for manager in self.managers:
             for seq, table in manager.block_ids.items():
                 if len(table) != blocks_for(manager.lens[seq], manager.block_size):
                     raise InvariantError("I2", None, f"table of {seq!r}")
 
 
+@dataclass
+class Knowledge:
+    """What a manager with prefix caching knows of a sequence's content."""
+
+    tokens: list[int]
+    namespace: bytes
+    media: dict[int, MediaParts]
+    era: int
+    published: int
+    closed: bool = False  # something that it builds on was forgotten
+    # The first that is never published: an item of media may end there before its end.
+    cut_column: int = LARGEST_COUNT
+
+    def first(self, n_tokens: int, length: int, block_size: int) -> Knowledge:
+        """Of its first ``n_tokens`` of ``length``, as a fork or a truncation keeps it."""
+        blocks = blocks_for(n_tokens, block_size)
+        column, offset = divmod(n_tokens, block_size)
+        media = {column: parts for column, parts in self.media.items() if column < blocks}
+        cut_column = self.cut_column if self.cut_column < blocks else LARGEST_COUNT
+        if n_tokens < length and offset and column in media:
+            cut_column = column
+        return replace(
+            self,
+            tokens=self.tokens[:n_tokens],
+            media=media,
+            published=min(self.published, column),
+            cut_column=cut_column,
+        )
+
+
+class ReferencePrefixPin:
+    """Pins on the blocks of a cached prefix."""
+
+    def __init__(self, pool: ReferencePool, blocks: list[int], block_size: int) -> None:
+        self.pool = pool
+        self.blocks = tuple(blocks)
+        self.n_tokens = len(blocks) * block_size
+        self.released = False
+
+    def release(self) -> None:
+        if not self.released:
+            self.released = True
+            self.pool.release_many(reversed(self.blocks))
+
+
 class ReferenceBlockManager:
     """Tables and lengths over a pool."""
 
     def __init__(
-        self, num_blocks: Any, block_size: Any, *, pool: ReferencePool | None = None
+        self,
+        num_blocks: Any,
+        block_size: Any,
+        *,
+        pool: ReferencePool | None = None,
+        prefix_caching: bool = False,
+        merge_duplicates: bool = False,
+        pin_quota: int | None = None,
     ) -> None:
         self.block_size = as_integer("block_size", block_size)
         if not 1 <= self.block_size <= LARGEST_COUNT:
             raise ValueError(f"block_size out of range: {block_size}")
         self.pool = ReferencePool(num_blocks) if pool is None else pool
         self.num_blocks = self.pool.num_blocks
+        self.prefix_caching = prefix_caching
+        self.merge_duplicates = merge_duplicates
+        self.pin_quota = pin_quota
+        self.prefix_pins: list[ReferencePrefixPin] = []
+        if prefix_caching:
+            if self.pool.index is None:
+                self.pool.index = ReferenceIndex(self.block_size)
+            elif self.pool.index.block_size != self.block_size:
+                raise ValueError(f"block_size {block_size} is not the index's")
+        self.knowledge: dict[Hashable, Knowledge] = {}
         self.pool.managers.append(self)
         self.block_ids: dict[Hashable, list[int]] = {}
         self.lens: dict[Hashable, int] = {}
@@ -254,19 +529,163 @@ class ReferenceBlockManager:
         self._next_row += 1
         self._unchanged[seq] = 0
 
+    # Prompts.
+
+    @property
+    def index(self) -> ReferenceIndex:
+        if not self.prefix_caching:
+            raise ValueError("prefix_caching is off")
+        assert self.pool.index is not None
+        return self.pool.index
+
+    def prompt(self, tokens: Any, *, namespace: Any = None, media: Any = ()) -> ReferencePrompt:
+        assert self.index is not None
+        return self._prompt(tokens, namespace, media)
+
+    def _prompt(self, tokens: Any, namespace: Any, media: Any) -> ReferencePrompt:
+        if isinstance(tokens, ReferencePrompt):
+            if namespace is not None or tuple(media):
+                raise ValueError("a prompt has its namespace and media")
+            return tokens
+        ids = as_tokens(tokens)
+        touched = media_by_column(media, len(ids), self.block_size)
+        return ReferencePrompt(ids, namespace_key(namespace), touched, self.block_size)
+
+    def prompt_of(self, seq: Hashable) -> ReferencePrompt:
+        assert self.index is not None
+        knows = self.knowledge[self._live(seq)]
+        blocks = blocks_for(len(knows.tokens), self.block_size)
+        media = {column: parts for column, parts in knows.media.items() if column < blocks}
+        return ReferencePrompt(
+            list(knows.tokens), knows.namespace, media, self.block_size, knows.cut_column
+        )
+
+    # What a prompt would get.
+
+    def _hits(self, prompt: ReferencePrompt, n_tokens: int) -> list[Node]:
+        """The nodes that an allocation shares: the last token is always computed."""
+        if not self.prefix_caching:
+            return []
+        usable = min(prompt.num_full_blocks, max(0, n_tokens - 1) // self.block_size)
+        return self.index.find(prompt, min(usable, prompt.cut_column))
+
+    def _partial_hit(self, prompt: ReferencePrompt, hits: list[Node], n_tokens: int) -> Any:
+        """The child of the last hit that goes on like the prompt, and for how many tokens."""
+        start = len(hits) * self.block_size
+        wanted = prompt.tokens[start : min(start + self.block_size, n_tokens - 1)]
+        key, _ = prompt.content(len(hits))
+        best, most = None, 0
+        if len(hits) >= prompt.cut_column:
+            return best, most
+        parent = hits[-1] if hits else self.index.root
+        for child in sorted(parent.children.values(), key=lambda child: child.uid):
+            if child.key != key or key[1]:
+                continue
+            common = 0
+            while common < len(wanted) and child.tokens[common] == wanted[common]:
+                common += 1
+            if common and common >= most:
+                best, most = child, common
+        return best, most
+
+    def match(self, tokens: Any, *, namespace: Any = None, media: Any = ()) -> int:
+        prompt = self._prompt(tokens, namespace, media)
+        return len(self._hits(prompt, len(prompt))) * self.block_size
+
+    def _arguments(
+        self, n_tokens: Any, tokens: Any, namespace: Any, media: Any
+    ) -> tuple[int, ReferencePrompt]:
+        if n_tokens is None and tokens is None:
+            raise TypeError("neither n_tokens nor tokens")
+        if n_tokens is not None:
+            n_tokens = as_count("n_tokens", n_tokens)
+        prompt = self._prompt(() if tokens is None else tokens, namespace, media)
+        if n_tokens is None:
+            n_tokens = len(prompt)
+        if n_tokens < len(prompt):
+            raise ValueError(f"n_tokens {n_tokens} is less than the {len(prompt)} tokens")
+        return n_tokens, prompt
+
+    def _plan(self, n_tokens: int, hits: list[Node]) -> tuple[int, int]:
+        """New blocks needed; blocks available without the idle ones among the hits."""
+        idle = sum(1 for node in hits if self.pool.ref[node.copies[0]] == 0)
+        return blocks_for(n_tokens, self.block_size) - len(hits), self.pool.available - idle
+
+    def plan_allocate(
+        self, n_tokens: Any = None, *, tokens: Any = None, namespace: Any = None, media: Any = ()
+    ) -> tuple[int, int, int]:
+        n_tokens, prompt = self._arguments(n_tokens, tokens, namespace, media)
+        hits = self._hits(prompt, n_tokens)
+        return len(hits) * self.block_size, *self._plan(n_tokens, hits)
+
+    def can_allocate(
+        self,
+        n_tokens: Any = None,
+        watermark: Any = 0,
+        *,
+        tokens: Any = None,
+        namespace: Any = None,
+        media: Any = (),
+    ) -> bool:
+        watermark = as_count("watermark", watermark)
+        _, needed, available = self.plan_allocate(
+            n_tokens, tokens=tokens, namespace=namespace, media=media
+        )
+        return needed + watermark <= available
+
     # Sequences.
 
-    def allocate(self, seq: Hashable, n_tokens: Any) -> None:
-        n_tokens = as_count("n_tokens", n_tokens)
+    def allocate(
+        self,
+        seq: Hashable,
+        n_tokens: Any = None,
+        *,
+        tokens: Any = None,
+        namespace: Any = None,
+        media: Any = (),
+        retention: Any = (),
+        resumed: bool = False,
+        partial_hit: bool = False,
+    ) -> Any:
+        n_tokens, prompt = self._arguments(n_tokens, tokens, namespace, media)
         self._not_live(seq)
-        blocks = blocks_for(n_tokens, self.block_size)
-        self._need(blocks)
-        self._begin(seq, [self._take() for _ in range(blocks)], n_tokens)
+        hits = self._hits(prompt, n_tokens)
+        needed, available = self._plan(n_tokens, hits)
+        if needed > available:
+            self.counters[Counter.OUT_OF_BLOCKS] += 1
+            raise OutOfBlocks(needed, available)
+        source, more = None, 0
+        if partial_hit and self.prefix_caching:
+            node, more = self._partial_hit(prompt, hits, n_tokens)
+            source = None if node is None else node.copies[0]
+        if source is not None and needed > available - (self.pool.ref[source] == 0):
+            # It would have to be evicted for the block that it is to be copied to.
+            source = None
+        table = [node.copies[0] for node in hits]
+        for block in table if source is None else [*table, source]:
+            self.pool.add_reference(block)
+        table += [self._take() for _ in range(needed)]
+        self._begin(seq, table, n_tokens)
+        cached, copy = len(hits) * self.block_size, None
+        if source is not None:
+            copy = (source, table[len(hits)], more)
+            cached += more
+            self._drop(source)
         self.counters[Counter.SEQUENCES_ALLOCATED] += 1
-
-    def can_allocate(self, n_tokens: Any, watermark: Any = 0) -> bool:
-        blocks = blocks_for(as_count("n_tokens", n_tokens), self.block_size)
-        return blocks + as_count("watermark", watermark) <= self.pool.available
+        if self.prefix_caching:
+            self.knowledge[seq] = Knowledge(
+                list(prompt.tokens),
+                prompt.namespace,
+                prompt.media,
+                self.index.era,
+                len(hits),
+                cut_column=prompt.cut_column,
+            )
+            found = Counter.RESUMED_CACHED_TOKENS if resumed else Counter.CACHED_TOKENS
+            asked = Counter.RESUMED_TOKENS if resumed else Counter.PROMPT_TOKENS
+            self.counters[found] += cached
+            self.counters[asked] += len(prompt)
+        return (cached, copy) if partial_hit else cached
 
     def _copies_tail(self, seq: Hashable, n_tokens: int) -> bool:
         partial = self.lens[seq] % self.block_size != 0
@@ -295,6 +714,8 @@ class ReferenceBlockManager:
         self._need(self._blocks_to_append(seq, n_tokens))
         table = self.block_ids[seq]
         copy = None
+        if n_tokens > 0 and self.lens[seq] % self.block_size and self.pool.ref[table[-1]] == 1:
+            self._rewrite(table[-1])
         if self._copies_tail(seq, n_tokens):
             shared, fresh = table[-1], self._take()
             table[-1] = fresh
@@ -310,6 +731,12 @@ class ReferenceBlockManager:
         self.lens[seq] += n_tokens
         self.counters[Counter.TOKENS_APPENDED] += n_tokens
         return slots, copy
+
+    def _rewrite(self, block: int) -> None:
+        """Its one holder is going to write into it: what it holds will not be that any more."""
+        if self.prefix_caching:
+            self.pool.forget_content(block)
+            self.index.barred.discard(block)
 
     def append_batch(
         self, rows: Sequence[int], out: list[int]
@@ -341,11 +768,13 @@ class ReferenceBlockManager:
         seq = self._live(seq)
         if n_tokens > self.lens[seq]:
             raise ValueError(f"n_tokens {n_tokens} is more than the {self.lens[seq]} there are")
-        table = self.block_ids[seq]
+        table, length = self.block_ids[seq], self.lens[seq]
         while len(table) > blocks_for(n_tokens, self.block_size):
             self._drop(table.pop())
         self._unchanged[seq] = min(self._unchanged[seq], len(table))
         self.lens[seq] = n_tokens
+        if self.prefix_caching:
+            self.knowledge[seq] = self.knowledge[seq].first(n_tokens, length, self.block_size)
 
     def fork(self, parent: Hashable, child: Hashable, n_tokens: Any = None) -> None:
         if n_tokens is not None:
@@ -360,6 +789,9 @@ class ReferenceBlockManager:
         for block in shared:
             self.pool.add_reference(block)
         self._begin(child, shared, n_tokens)
+        if self.prefix_caching:
+            knows = self.knowledge[parent]
+            self.knowledge[child] = knows.first(n_tokens, self.lens[parent], self.block_size)
         self.counters[Counter.SEQUENCES_FORKED] += 1
 
     def reorder(self, seqs: Sequence[Hashable], parents: Sequence[Hashable]) -> None:
@@ -371,6 +803,11 @@ class ReferenceBlockManager:
         if len(set(seqs)) != len(seqs):
             raise ValueError("seqs are not distinct")
         becoming = [(list(self.block_ids[parent]), self.lens[parent]) for parent in parents]
+        knowing = [
+            replace(self.knowledge[parent], tokens=list(self.knowledge[parent].tokens))
+            for parent in parents
+            if self.prefix_caching
+        ]
         changed = [
             self._common_prefix(self.block_ids[seq], table)
             for seq, (table, _) in zip(seqs, becoming, strict=True)
@@ -381,9 +818,10 @@ class ReferenceBlockManager:
         for seq, first, (table, length) in zip(seqs, changed, becoming, strict=True):
             for block in reversed(self.block_ids[seq][first:]):
                 self._drop(block)
-            self.block_ids[seq] = table
+            self.block_ids[seq] = self.block_ids[seq][:first] + table[first:]
             self.lens[seq] = length
             self._unchanged[seq] = min(self._unchanged[seq], first)
+        self.knowledge.update(zip(seqs, knowing, strict=False))
 
     @staticmethod
     def _common_prefix(left: list[int], right: list[int]) -> int:
@@ -398,7 +836,176 @@ class ReferenceBlockManager:
             self._drop(block)
         for record in (self.lens, self._rows, self._unchanged):
             del record[seq]
+        self.knowledge.pop(seq, None)
         self.counters[Counter.SEQUENCES_FREED] += 1
+
+    # What the blocks hold.
+
+    def commit(self, seq: Hashable, tokens: Any = None, *, n_settled: Any = None) -> int:
+        new = [] if tokens is None else as_tokens(tokens)
+        if n_settled is not None:
+            n_settled = as_count("n_settled", n_settled)
+        seq = self._live(seq)
+        if not self.prefix_caching:
+            return 0
+        known = len(self.knowledge[seq].tokens) + len(new)
+        if known > self.lens[seq]:
+            raise ValueError(f"{known} known tokens of {self.lens[seq]}")
+        if n_settled is None:
+            n_settled = known
+        if n_settled > known:
+            raise ValueError(f"n_settled {n_settled} of {known} known tokens")
+        self._learn(seq, new)
+        return self._publish(seq, n_settled)
+
+    def _learn(self, seq: Hashable, tokens: list[int]) -> None:
+        knows = self.knowledge[seq]
+        for position, token in enumerate(tokens, len(knows.tokens)):
+            column, offset = divmod(position, self.block_size)
+            block = self.block_ids[seq][column]
+            # Those who share the block; what is in its twins is another's.
+            noted = [
+                known.tokens[position]
+                for other, known in self.knowledge.items()
+                if position < len(known.tokens) and self.block_ids[other][column] == block
+            ]
+            if block in self.index.nodes:
+                noted.append(self.index.nodes[block].tokens[offset])
+            if any(other != token for other in noted):
+                raise ValueError(f"token {token} at {position}, which is known as {noted}")
+        knows.tokens += tokens
+
+    def _publish(self, seq: Hashable, n_settled: int) -> int:
+        knows, table, size = self.knowledge[seq], self.block_ids[seq], self.block_size
+        index, published = self.index, 0
+        if knows.era != index.era or knows.closed:
+            return 0
+        while knows.published < min(n_settled // size, knows.cut_column):
+            column = knows.published
+            block = table[column]
+            parent = index.nodes.get(table[column - 1]) if column else index.root
+            node = index.nodes.get(block)
+            if (
+                parent is None
+                or block in index.barred
+                or (node is not None and node.parent is not parent)
+            ):
+                knows.closed = True
+                break
+            if node is None:
+                key = (b"" if column else knows.namespace, knows.media.get(column, ()))
+                tokens = tuple(knows.tokens[column * size : (column + 1) * size])
+                twin = parent.children.get((key, tokens))
+                if self.merge_duplicates and twin is not None:
+                    index.duplicates += 1
+                    self.pool.add_reference(twin.copies[0])
+                    table[column] = twin.copies[0]
+                    self._unchanged[seq] = min(self._unchanged[seq], column)
+                    self._drop(block)
+                    self.counters[Counter.DUPLICATES_MERGED] += 1
+                else:
+                    index.publish(block, parent, key, tokens)
+                    self.pool.keep(block)
+                published += 1
+            knows.published += 1
+        self.counters[Counter.BLOCKS_PUBLISHED] += published
+        return published
+
+    def commit_batch(self, rows: Sequence[int], tokens: Sequence[int]) -> int:
+        by_row = {row: seq for seq, row in self._rows.items()}
+        tokens = as_tokens(tokens)
+        if len(rows) != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens for {len(rows)} rows")
+        for row in rows:
+            if row not in by_row:
+                raise ValueError(f"no sequence has row {row}")
+        if not self.prefix_caching:
+            return 0
+        times = Multiset(by_row[row] for row in rows)
+        for seq, count in times.items():
+            if len(self.knowledge[seq].tokens) + count > self.lens[seq]:
+                raise ValueError(f"more tokens than {seq!r} has")
+        before = {seq: list(self.knowledge[seq].tokens) for seq in times}
+        try:
+            for row, token in zip(rows, tokens, strict=True):
+                self._learn(by_row[row], [token])
+        finally:
+            for seq, known in before.items():
+                self.knowledge[seq].tokens = known
+        published = 0
+        for row, token in zip(rows, tokens, strict=True):
+            seq = by_row[row]
+            self._learn(seq, [token])
+            published += self._publish(seq, len(self.knowledge[seq].tokens))
+        return published
+
+    def known(self, seq: Hashable) -> int:
+        return len(self.tokens(seq))
+
+    def published(self, seq: Hashable) -> int:
+        seq = self._live(seq)
+        if not self.prefix_caching:
+            return 0
+        knows = self.knowledge[seq]
+        return 0 if knows.closed or knows.era != self.index.era else knows.published
+
+    def tokens(self, seq: Hashable) -> list[int]:
+        seq = self._live(seq)
+        return list(self.knowledge[seq].tokens) if self.prefix_caching else []
+
+    @property
+    def epoch(self) -> int:
+        return self.index.epoch
+
+    def set_epoch(self, epoch: Any) -> list[int]:
+        epoch = as_integer("epoch", epoch)
+        if epoch == self.index.epoch:
+            return []
+        self.index.epoch = epoch
+        return self.reset()
+
+    def reset(self) -> list[int]:
+        index, pool = self.index, self.pool
+        had = sorted(index.nodes)
+        changes, index._changes = index._changes, None
+        for block in [block for block in pool._evictable if block in index.nodes]:
+            pool.forget(block)
+        for block in sorted(index.nodes):
+            pool.forget(block)
+        index._changes = changes
+        index.era += 1
+        index._log(("cleared",))
+        return [block for block in had if pool._pins[block]]
+
+    def forget(self, tokens: Any, *, namespace: Any = None, media: Any = ()) -> int:
+        """Descendants first, and of a content the last block first."""
+        prompt = self._prompt(tokens, namespace, media)
+        doomed = self.index.find(prompt, prompt.num_full_blocks)
+        for node in doomed:
+            doomed += [child for child in node.children.values() if child not in doomed]
+        blocks = sorted((node.uid, block) for node in doomed for block in node.copies)
+        for _, block in reversed(blocks):
+            self.pool.forget(block)
+        return len(blocks)
+
+    def evict(self, count: Any) -> int:
+        return self.pool.evict(count)
+
+    def pin_prefix(
+        self, tokens: Any, *, namespace: Any = None, media: Any = ()
+    ) -> ReferencePrefixPin:
+        prompt = self._prompt(tokens, namespace, media)
+        found = self.index.find(prompt, prompt.num_full_blocks)
+        blocks = [node.copies[0] for node in found]
+        self.prefix_pins = [pin for pin in self.prefix_pins if not pin.released]
+        pinned = sum(len(pin.blocks) for pin in self.prefix_pins)
+        if self.pin_quota is not None and pinned + len(blocks) > self.pin_quota:
+            raise ValueError(f"pin_quota {self.pin_quota}: {pinned} and {len(blocks)} more")
+        for block in blocks:
+            self.pool.retain(block)
+        pin = ReferencePrefixPin(self.pool, blocks, self.block_size)
+        self.prefix_pins.append(pin)
+        return pin
 
     # Holders.
 
@@ -504,6 +1111,7 @@ class ReferenceBlockManager:
             sequences=len(self.lens),
             tokens=sum(self.lens.values()),
             logical_blocks=sum(map(len, self.block_ids.values())),
+            cached=0 if pool.index is None else len(pool.index),
         )
 
     def check(self) -> None:
@@ -518,6 +1126,7 @@ class ReferenceStep(list[Hashable]):
         self.slots: list[int] = []
         self.copies: list[list[int]] = []
         self.prefills: list[tuple[Hashable, int]] = []
+        self.cached: list[int] = []
         self.preempted: list[Hashable] = []
         self.rejected: dict[Hashable, Verdict] = {}
 
@@ -526,23 +1135,35 @@ class ReferenceScheduler:
     """One sequence at a time, in the order of the rules."""
 
     def __init__(
-        self, bm: ReferenceBlockManager, watermark_blocks: int = 1, max_running: int | None = None
+        self,
+        bm: ReferenceBlockManager,
+        watermark_blocks: int = 1,
+        max_running: int | None = None,
+        wait_for_prefix: bool = True,
     ) -> None:
         self.bm = bm
         self.watermark_blocks = watermark_blocks
         self.max_running = max_running
+        self.wait_for_prefix = wait_for_prefix
         self.waiting: deque[tuple[Hashable, int]] = deque()
         self.running: list[Hashable] = []
 
-    def add(self, seq: Hashable, n_tokens: Any) -> None:
-        n_tokens = as_integer("n_tokens", n_tokens)
-        if n_tokens < 1:
-            raise ValueError(f"n_tokens must be at least 1: {n_tokens}")
+    def add(
+        self, seq: Hashable, n_tokens: Any = None, *, tokens: Any = None, namespace: Any = None
+    ) -> None:
+        known = 0 if tokens is None else len(tokens)
+        counted = n_tokens is None and tokens is not None
+        n_tokens = known if counted else as_integer("n_tokens", n_tokens)
+        if n_tokens < max(known, 1):
+            raise ValueError(f"n_tokens must be at least 1 and {known}: {n_tokens}")
         if seq in self.bm:
             raise ValueError(f"{seq!r} is live")
         if self._why_never((seq, n_tokens)):
             raise RequestRefused
-        self.waiting.append((seq, n_tokens))
+        prompt: Any = None
+        if self.bm.prefix_caching and tokens is not None:
+            prompt = self.bm.prompt(tokens, namespace=namespace)
+        self.waiting.append(Request(seq, n_tokens, prompt))
 
     def fork(self, parent: Hashable, child: Hashable, n_tokens: Any = None) -> None:
         self.bm.fork(parent, child, n_tokens)
@@ -568,7 +1189,11 @@ class ReferenceScheduler:
         ahead = names.index(seq)
         request = self.waiting[ahead]
         verdict = self._why_never(request) or self._why_not_now(request)
-        return verdict._replace(reason=Reason.BEHIND, ahead=ahead) if ahead else verdict
+        if ahead:
+            return verdict._replace(reason=Reason.BEHIND, ahead=ahead)
+        if verdict.reason is Reason.FITS and isinstance(request, Request) and request.waited:
+            return verdict._replace(reason=Reason.PREFIX)
+        return verdict
 
     def _blocks(self, request: tuple[Hashable, Any]) -> int:
         next_token = 1 if isinstance(request, Resumed) else 0
@@ -592,8 +1217,25 @@ class ReferenceScheduler:
             return Verdict(Reason.NEVER_FITS, needed, everything - self.watermark_blocks)
         return None
 
+    def _hits(self, request: tuple[Hashable, int]) -> list[Node]:
+        prompt: Any = getattr(request, "prompt", None)
+        return [] if prompt is None else self.bm._hits(prompt, request[1])
+
+    def _waits(self, request: tuple[Hashable, int], entered: list[ReferencePrompt]) -> bool:
+        """Whether somebody who enters in this step computes a block that it could share."""
+        prompt: Any = getattr(request, "prompt", None)
+        if prompt is None or not self.wait_for_prefix or request.waited:  # type: ignore[attr-defined]
+            return False
+        usable = (request[1] - 1) // self.bm.block_size
+        hits = len(self._hits(request))
+        return any(min(prompt.common_blocks(other), usable) > hits for other in entered)
+
     def _why_not_now(self, request: tuple[Hashable, int]) -> Verdict:
-        available, needed = self.bm.pool.available, self._blocks(request)
+        hits = self._hits(request)
+        needed = self._blocks(request) - len(hits)
+        # An idle hit stops being available and needs no other block.
+        idle = sum(1 for node in hits if self.bm.ref[node.copies[0]] == 0)
+        available = self.bm.pool.available - idle
         comes_back_alone = isinstance(request, Resumed) and not self.running
         if request[0] in self.bm:
             reason = Reason.LIVE_ID
@@ -609,16 +1251,24 @@ class ReferenceScheduler:
 
     def step(self) -> ReferenceStep:
         step = ReferenceStep()
+        entered: list[ReferencePrompt] = []
         while self.waiting:
             head = self.waiting[0]
             never = self._why_never(head)
             now = never or self._why_not_now(head)
             if never or (now.reason is Reason.LIVE_ID and head[0] not in self.running):
                 step.rejected[head[0]] = now
+            elif now.reason is Reason.FITS and self._waits(head, entered):
+                head.waited = True  # type: ignore[attr-defined]
+                break
             elif now.reason is Reason.FITS:
-                self.bm.allocate(*head)
+                prompt: Any = getattr(head, "prompt", None)
+                if prompt is not None:
+                    entered.append(prompt)
+                cached = self.bm.allocate(*head, tokens=prompt, resumed=isinstance(head, Resumed))
                 self.running.append(head[0])
                 step.prefills.append((head[0], head[1]))
+                step.cached.append(cached)
             else:
                 break
             self.waiting.popleft()
@@ -641,6 +1291,9 @@ class ReferenceScheduler:
 
     def _preempt(self, victim: Hashable, step: ReferenceStep, withheld: list[int]) -> None:
         request = Resumed(victim, self.bm.lens[victim])
+        if self.bm.prefix_caching:
+            known: Any = self.bm.prompt_of(victim)
+            request.prompt = known
         # An engine does the copies of a step first and in any order, so a block that one
         # of them reads must not become the destination of another.
         sources = {source for source, _ in step.copies}
@@ -649,7 +1302,9 @@ class ReferenceScheduler:
                 self.bm.pin(block)
                 withheld.append(block)
         self.bm.free_seq(victim)
-        step.prefills = [prefill for prefill in step.prefills if prefill[0] != victim]
+        if victim in [name for name, _ in step.prefills]:
+            # The newest one, so it was the last to enter.
+            del step.prefills[-1], step.cached[-1]
         never = self._why_never(request)
         if never:
             step.rejected[victim] = never

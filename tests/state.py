@@ -6,20 +6,27 @@ comparison covers everything a caller can see.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from kvcore.errors import OutOfBlocks
+from kvcore.identity import decode_key, namespace_key
+from kvcore.prefix_log import Cleared, Removed, Stored
 
 __all__ = [
     "BlockMemory",
+    "IndexMirror",
     "Mirror",
+    "PrefixMemory",
+    "Uids",
     "check_rows",
     "outcome",
     "plain",
+    "plain_key",
     "pool_snapshot",
+    "prefix_snapshot",
     "slab_snapshot",
     "snapshot",
 ]
@@ -99,6 +106,85 @@ def check_rows(core: Any) -> None:
             assert np.shares_memory(np.asarray(table), slab)
 
 
+def plain_key(key: bytes) -> tuple[bytes, tuple[tuple[bytes, int, int], ...]]:
+    """A block's key as the model writes it."""
+    namespace, media = decode_key(key)
+    return namespace_key(namespace), tuple(tuple(part) for part in media)
+
+
+class Uids:
+    """Which number of an identity in the core is which in the model: one to one, for ever."""
+
+    def __init__(self) -> None:
+        self.to_model = {0: 0}
+        self.to_core = {0: 0}
+
+    def pair(self, core: int, model: int) -> None:
+        assert self.to_model.setdefault(core, model) == model, f"{core} is used a second time"
+        assert self.to_core.setdefault(model, core) == core, f"{core}: one content, two numbers"
+
+
+def prefix_snapshot(core: Any, model: Any, uids: Uids) -> None:
+    """All that can be seen of the prefix index and of what is known is equal in both."""
+    index, expected = core.pool.index, model.index
+    assert len(index) == len(expected)
+    assert index.epoch == expected.epoch == core.epoch
+    assert index.duplicates == expected.duplicates
+    by_block = index.uids().tolist()
+    for block in range(core.num_blocks):
+        identity, node = index.identity(block), expected.nodes.get(block)
+        assert (identity is None) == (node is None), f"block {block} has {identity}, not {node}"
+        assert by_block[block] == (0 if identity is None else identity.uid)
+        if identity is None or node is None:
+            continue
+        uids.pair(identity.uid, node.uid)
+        uids.pair(identity.parent, node.parent.uid)
+        assert list(identity.tokens) == list(node.tokens)
+        assert plain_key(identity.key) == node.key
+    for seq in model:
+        assert core.tokens(seq).tolist() == model.tokens(seq)
+        assert core.known(seq) == model.known(seq)
+        assert core.published(seq) == model.published(seq)
+
+
+class IndexMirror:
+    """What somebody elsewhere knows who only reads the change log (I12)."""
+
+    def __init__(self) -> None:
+        self.contents: dict[int, tuple[int, tuple[int, ...], bytes]] = {}
+        self.began = False
+
+    def apply(self, changes: Iterable[Any]) -> None:
+        ages: set[int] = set()
+        for change in changes:
+            if isinstance(change, Cleared):
+                self.contents.clear()
+                self.began = True
+                continue
+            assert self.began, "what was there before the log has not been told"
+            if isinstance(change, Stored):
+                assert change.uid not in self.contents, f"{change.uid} stored twice"
+                ages.add(change.uid)
+                content = (change.parent, tuple(change.tokens), change.key)
+                self.contents[change.uid] = content
+                assert all(
+                    parent != change.uid
+                    for child, (parent, _, _) in self.contents.items()
+                    if child in ages
+                ), f"{change.uid} stored after a child of its"
+            else:
+                assert isinstance(change, Removed)
+                del self.contents[change.uid]
+
+    def compare(self, index: Any, num_blocks: int) -> None:
+        identities = [index.identity(block) for block in range(num_blocks)]
+        assert self.contents == {
+            identity.uid: (identity.parent, tuple(identity.tokens), identity.key)
+            for identity in identities
+            if identity is not None
+        }
+
+
 class Mirror:
     """A copy of the slab that knows only what ``drain_changes`` told it."""
 
@@ -171,3 +257,53 @@ class BlockMemory:
         for name, seq in seqs:
             read = [self.contents.get(divmod(slot, size)) for slot in plain(manager.slots(seq))]
             assert read == self.tokens[name], f"{seq!r} reads {read}, wrote {self.tokens[name]}"
+
+
+class PrefixMemory(BlockMemory):
+    """Memory in which a token's content depends on all that came before it, as K and V do.
+
+    What a sequence that shares reads through its table is compared with what it would
+    have computed alone. Contents are numbers, equal where the whole prefix is equal.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[Hashable, int] = {}
+
+    def contents_of(
+        self, namespace: bytes, tokens: Sequence[int], media: Iterable[Any]
+    ) -> list[int]:
+        """The content of every token of a prompt, computed without sharing anything."""
+        seen = {
+            position: (item.digest, position - item.start, item.stop - item.start)
+            for item in media
+            for position in range(item.start, item.stop)
+        }
+        contents: list[int] = []
+        for position, token in enumerate(tokens):
+            contents.append(self.after(contents, namespace, token, seen.get(position)))
+        return contents
+
+    def after(
+        self, contents: Sequence[int], namespace: bytes, token: int, media: Hashable = None
+    ) -> int:
+        """The content of the token that follows these."""
+        before = contents[-1] if contents else self._number(namespace)
+        return self._number((before, token, media))
+
+    def _number(self, what: Hashable) -> int:
+        return self._numbers.setdefault(what, len(self._numbers))
+
+    def compute(
+        self, name: Hashable, contents: Sequence[int], slots: Iterable[int], block_size: int
+    ) -> None:
+        """The sequence is that long now; the last tokens are computed into these slots."""
+        slots = list(slots)
+        self.begin(name, list(contents))
+        for slot, content in zip(slots, contents[len(contents) - len(slots) :], strict=True):
+            self.contents[divmod(slot, block_size)] = content
+
+    def copy_head(self, source: int, destination: int, n_tokens: int) -> None:
+        """The first tokens of a block, for a hit that ends inside it."""
+        for offset in range(n_tokens):
+            self.contents[destination, offset] = self.contents[source, offset]
