@@ -2,7 +2,8 @@
 
 After every call: the same result, the same queues, the same reason for each that waits,
 the same blocks. And as an engine would do it: the copies of a step first and in any
-order, then its prefills, then its decodes; every live sequence reads back its tokens.
+order, then its prefills, then its decodes; every live sequence reads back its tokens,
+whoever computed them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from reference_model import ReferenceBlockManager, ReferenceScheduler
-from state import BlockMemory, outcome, plain, snapshot
+from state import PrefixMemory, Uids, outcome, plain, prefix_snapshot, snapshot
 
 from kvcore.block_manager import BlockManager
 from kvcore.errors import RequestRefused
@@ -23,6 +24,7 @@ from kvcore.scheduler import Reason, Resumed, Scheduler
 
 index = st.integers(0, 1_000)
 prompts = st.lists(st.integers(1, 9), min_size=2, max_size=5)
+namespaces = st.sampled_from([None, None, None, "tenant"])
 WRONG_LENGTHS = [0, -1, 1.5, "4", None, -(2**70), 2**31 - 1, 2**31, 2**70]
 
 
@@ -36,6 +38,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0, 0, 1, 1, 2, 3]),
         max_running=st.one_of(st.none(), st.none(), st.none(), st.integers(1, 4)),
         prompts=prompts,
+        prefix_caching=st.sampled_from([True, True, False]),
+        wait_for_prefix=st.sampled_from([True, True, False]),
     )
     def begin(
         self,
@@ -44,14 +48,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         watermark: int,
         max_running: int | None,
         prompts: list[int],
+        prefix_caching: bool,
+        wait_for_prefix: bool,
     ) -> None:
-        self.core = BlockManager(num_blocks, block_size, rows=1, columns=1)
-        self.model = ReferenceBlockManager(num_blocks, block_size)
+        self.core = BlockManager(
+            num_blocks, block_size, rows=1, columns=1, prefix_caching=prefix_caching
+        )
+        self.model = ReferenceBlockManager(num_blocks, block_size, prefix_caching=prefix_caching)
         watermark = min(watermark, num_blocks - 1)
-        self.scheduler = Scheduler(self.core, watermark, max_running=max_running)
-        self.twin = ReferenceScheduler(self.model, watermark, max_running)
-        self.memory = BlockMemory()
+        self.scheduler = Scheduler(
+            self.core, watermark, max_running=max_running, wait_for_prefix=wait_for_prefix
+        )
+        self.twin = ReferenceScheduler(self.model, watermark, max_running, wait_for_prefix)
+        self.memory = PrefixMemory()
+        self.texts: dict[Hashable, list[int]] = {}
+        self.uids = Uids()
         self.started = 0
+        self.fresh_tokens = 0
         self.outsiders: list[Hashable] = []
         self.add_several(prompts)
 
@@ -78,12 +91,33 @@ class SchedulerMachine(RuleBasedStateMachine):
     def most_tokens(self) -> int:
         return (self.model.num_blocks + 1) * self.model.block_size
 
+    # ----------------------------------------------------------------- tokens
+
+    def more(self, text: list[int], count: int, among: int) -> None:
+        """Tokens that sequences have in common, or, for ``among`` 0, with nobody."""
+        for _ in range(count):
+            self.fresh_tokens += 1
+            text.append(len(text) % among if among else 100 + self.fresh_tokens)
+
+    def among(self, name: Hashable) -> int:
+        return 1 + name % 2 if isinstance(name, int) and self.model.prefix_caching else 0
+
+    def compute(self, name: Hashable, first: int) -> None:
+        """Write the tokens from ``first`` on where the manager says they are."""
+        knows = self.model.knowledge.get(name)
+        contents = self.memory.contents_of(knows.namespace if knows else b"", self.texts[name], ())
+        slots = plain(self.core.slots(name, first))
+        assert len(slots) == len(contents) - first
+        self.memory.compute(name, contents, slots, self.model.block_size)
+
     # --------------------------------------------------------------- requests
 
     def add_several(self, prompts: list[int]) -> None:
+        """They begin alike."""
         for n_tokens in prompts:
             name = self.new_name()
-            self.both(lambda scheduler, name=name, n=n_tokens: scheduler.add(name, n))
+            tokens = [0] * n_tokens
+            self.both(lambda scheduler, name=name, ids=tokens: scheduler.add(name, tokens=ids))
 
     @rule(size=index, short=st.sampled_from([True, True, True, False]), directly=st.booleans())
     def add(self, size: int, short: bool, directly: bool) -> None:
@@ -93,6 +127,24 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.both(lambda scheduler: scheduler.waiting.append((name, n_tokens)))
         else:
             self.both(lambda scheduler: scheduler.add(name, n_tokens))
+
+    @rule(
+        size=index,
+        common=st.integers(0, 12),
+        unknown=st.sampled_from([None, None, None, 0, 1, 5, -1]),
+        namespace=namespaces,
+    )
+    def add_tokens(
+        self, size: int, common: int, unknown: int | None, namespace: str | None
+    ) -> None:
+        """They begin like others, and end with tokens that may not be known yet."""
+        n_known = size % (3 * self.model.block_size)
+        tokens = [0] * min(common, n_known)
+        self.more(tokens, n_known - len(tokens), 2)
+        name, n_tokens = self.new_name(), None if unknown is None else n_known + unknown
+        self.both(
+            lambda scheduler: scheduler.add(name, n_tokens, tokens=tokens, namespace=namespace)
+        )
 
     @rule(
         wrong=st.one_of(st.sampled_from(WRONG_LENGTHS), st.just("known")),
@@ -118,7 +170,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 lambda scheduler, child=child, n=n_tokens: scheduler.fork(parent, child, n)
             )
             if done[0] == "returned":
-                self.memory.begin(child, self.memory.tokens[parent][:n_tokens])
+                self.share(parent, child, n_tokens)
 
     @rule(who=index, verb=st.sampled_from(["finish", "abort", "as in the listing"]))
     def end(self, who: int, verb: str) -> None:
@@ -133,14 +185,55 @@ class SchedulerMachine(RuleBasedStateMachine):
         # A late result: the second time there is nobody unless the id waits twice.
         self.both(lambda scheduler: getattr(scheduler, verb)(name))
 
+    # ----------------------------------------------------------------- prefixes
+
+    @rule(who=index, count=st.one_of(st.none(), index), unsettled=st.sampled_from([0, 0, 0, 1, 4]))
+    def commit(self, who: int, count: int | None, unsettled: int) -> None:
+        name = [*self.model, "nobody"][who % (len(self.model) + 1)]
+        tokens: list[int] = []
+        settled = None
+        if self.model.prefix_caching and name in self.model:
+            known = self.model.known(name)
+            tokens = self.texts[name][known:]
+            if count is not None:
+                tokens = tokens[: count % (len(tokens) + 1)]
+            if unsettled:
+                settled = max(0, known + len(tokens) - unsettled)
+        self.both_managers(lambda manager: manager.commit(name, tokens, n_settled=settled))
+
+    @rule()
+    def commit_all(self) -> None:
+        """What an engine does after each step."""
+        for who in range(len(self.model)):
+            self.commit(who=who, count=None, unsettled=0)
+
+    @rule(act=st.sampled_from(["reset", "epoch", "evict", "forget"]), number=index)
+    def drop(self, act: str, number: int) -> None:
+        if not self.model.prefix_caching:
+            return
+        if act == "reset":
+            self.both_managers(lambda manager: sorted(manager.reset()))
+        elif act == "epoch":
+            self.both_managers(lambda manager: sorted(manager.set_epoch(number % 3)))
+        elif act == "evict":
+            self.both_managers(lambda manager: manager.evict(number % 4))
+        else:
+            tokens = [0] * (number % self.most_tokens())
+            self.both_managers(lambda manager: manager.forget(tokens))
+
     # --------------------------------------------------------- other holders
+
+    def share(self, parent: Hashable, child: Hashable, n_tokens: int | None) -> None:
+        self.texts[child] = self.texts[parent][:n_tokens]
+        self.memory.begin(child, self.memory.tokens[parent][:n_tokens])
 
     def outsider(self, name: Hashable, n_tokens: int) -> None:
         done = self.both_managers(lambda manager: manager.allocate(name, n_tokens))
         if done[0] == "returned":
             self.outsiders.append(name)
-            self.memory.begin(name, [])
-            self.memory.write(name, self.model.slots(name), self.model.block_size)
+            self.texts[name] = []
+            self.more(self.texts[name], n_tokens, 0)
+            self.compute(name, 0)
 
     @rule(
         act=st.sampled_from(["come", "go", "fork", "fork", "take a name"]),
@@ -158,7 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             n_tokens = size % (self.model.lens[parent] + 1)
             self.both_managers(lambda manager: manager.fork(parent, name, n_tokens))
             self.outsiders.append(name)
-            self.memory.begin(name, self.memory.tokens[parent][:n_tokens])
+            self.share(parent, name, n_tokens)
         elif self.outsiders:
             name = self.outsiders.pop(who % len(self.outsiders))
             self.both_managers(lambda manager: manager.free_seq(name))
@@ -180,6 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         expected, step = self.twin.step(), self.scheduler.step()
         assert step == list(expected)
         assert step.prefills == expected.prefills
+        assert step.cached == expected.cached
         assert step.preempted == expected.preempted
         assert step.rejected == expected.rejected
         assert step.copies.dtype == np.int32
@@ -194,24 +288,30 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def run(self, step: Any) -> None:
         """What an engine does with a step."""
-        size = self.model.block_size
-        decoded = dict(zip(step, step.slots.tolist(), strict=True))
-        self.memory.copy_all(step.copies.tolist(), size)
-        for seq, n_tokens in step.prefills:
-            self.memory.begin(seq, [])
-            slots = plain(self.core.slots(seq))
-            assert len(slots) == n_tokens + 1, "a prefill decodes in the step that admits it"
-            self.memory.write(seq, slots[:n_tokens], size)
-        for seq, slot in decoded.items():
+        self.memory.copy_all(step.copies.tolist(), self.model.block_size)
+        first = dict.fromkeys(step, -1)
+        for (seq, n_tokens), cached in zip(step.prefills, step.cached, strict=True):
+            assert self.core.length(seq) == n_tokens + 1, "a prefill decodes in its step"
+            assert cached == 0 or cached < n_tokens, "the last token is always computed"
+            # What the manager knows is what was asked for; nobody has seen the rest yet.
+            text = self.core.tokens(seq).tolist() if self.model.prefix_caching else []
+            self.more(text, n_tokens - len(text), self.among(seq))
+            self.texts[seq] = text
+            first[seq] = cached
+        for seq, slot in zip(step, step.slots.tolist(), strict=True):
             assert slot == self.core.slots(seq)[-1]
-            self.memory.write(seq, [slot], size)
+            text = self.texts[seq]
+            self.more(text, 1, self.among(seq))
+            self.compute(seq, len(text) - 1 if first[seq] < 0 else first[seq])
 
-    @rule(steps=st.integers(2, 6), prompts=prompts)
-    def steps(self, steps: int, prompts: list[int]) -> None:
+    @rule(steps=st.integers(2, 6), prompts=prompts, commits=st.sampled_from([True, True, False]))
+    def steps(self, steps: int, prompts: list[int], commits: bool) -> None:
         if len(self.twin.waiting) + len(self.twin.running) < 3:
             self.add_several(prompts)
         for _ in range(steps):
             self.step()
+            if commits:
+                self.commit_all()
             self.equal()
 
     @rule(
@@ -253,6 +353,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for seq in [*(seq for seq, _ in self.twin.waiting), *self.twin.running, "nobody"]:
             self.both(lambda scheduler, seq=seq: scheduler.why(seq))
         assert snapshot(self.core) == snapshot(self.model)
+        if self.model.prefix_caching:
+            prefix_snapshot(self.core, self.model, self.uids)
         self.core.check()
         self.memory.compare(self.core, [(seq, seq) for seq in self.core])
 

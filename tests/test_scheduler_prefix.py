@@ -21,6 +21,8 @@ from kvcore import (
     Request,
     RequestRefused,
     Resumed,
+    Retention,
+    RetentionPriority,
     Scheduler,
     Step,
 )
@@ -697,6 +699,32 @@ def test_retries_are_not_counted() -> None:
     run.bm.pool.release_many(held)
     run.step()
     assert traffic(run.bm) == before | {"prompt": before["prompt"] + 15, "cached": 8}
+
+
+@pytest.mark.parametrize("prompt", [{"tokens": ids(9)}, {"n_tokens": 9}])
+def test_retention_goes_with_a_request_and_comes_back_with_it(prompt: dict[str, Any]) -> None:
+    bm = caching(16, eviction=RetentionPriority())
+    scheduler = Scheduler(bm, 0)
+    ranges = (Retention(0, 4, 90), Retention(4, None, 10, 2.5))
+    scheduler.add("a", **prompt, retention=(given for given in ranges))
+    scheduler.add("b", **prompt)
+    scheduler.step()
+    step = scheduler.step()
+    assert bm.retention("a") == ranges
+    assert bm.retention("b") == ()
+    held = bm.pool.take_many(bm.pool.num_free)
+    while not step.preempted:
+        step = scheduler.step()
+    bm.pool.release_many(held)
+    while scheduler.running:
+        held = bm.pool.take_many(bm.pool.num_free)
+        scheduler.step()
+        bm.pool.release_many(held)
+    scheduler.step()
+    scheduler.step()
+    assert scheduler.running == ["a", "b"]
+    assert bm.retention("a") == ranges
+    assert bm.retention("b") == ()
 
 
 # ------------------------------------------------------------------ reset and epochs
