@@ -115,7 +115,7 @@ def _spread(largest: int, points: int) -> NDArray[np.int64]:
 
 
 def _paths(hash_ids: Sequence[NDArray[np.int64]]) -> tuple[list[NDArray[np.int64]], int]:
-    """Number the blocks, alike for equal ids after equal ids; return paths and how many."""
+    """Give blocks numbers, equal ones to equal ids after equal ids; and say how many."""
     numbers: dict[tuple[int, int], int] = {}
     paths = []
     for ids in hash_ids:

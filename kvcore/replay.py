@@ -5,6 +5,10 @@ appended, parallel samples are forked, and what does not fit is preempted, by th
 that an engine would call. A ``StepTime`` says how long each step took, and so which
 requests have arrived before the next one.
 
+Prompts of a trace with ``hash_ids`` are given as tokens that stand in for theirs, are
+published when they have been computed, and share what they have in common. What was
+generated is not known and never shared.
+
 The loop is cheap on purpose, so that the time inside the manager can be told from the
 time around it: a step in which nobody comes or goes touches no sequence. Those that
 end are found in a calendar, since a running sequence gets one token in every step.
@@ -27,15 +31,21 @@ from numpy.typing import NDArray
 from kvcore.block_manager import BlockManager
 from kvcore.counters import Counter
 from kvcore.errors import InvariantError, RequestRefused
+from kvcore.eviction import LRU
+from kvcore.hash_id_tokens import tokens_of_hash_ids
+from kvcore.pool import EvictionPolicy
 from kvcore.scheduler import Reason, Scheduler, Step, Verdict
 from kvcore.step_time import LinearStepTime, StepTime
 from kvcore.trace import Trace
 
-__all__ = ["ReplayResult", "Series", "replay"]
+__all__ = ["PrefixHits", "ReplayResult", "Series", "replay"]
 
 # A sample of the pool costs O(num_blocks): the series halves its resolution when full.
 MOST_POINTS = 2_000
 STEPS_BETWEEN_PROGRESS = 512
+# Requests in the scheduler's queue that have brought their tokens. More than enter in a
+# step; the tokens of all that wait could be more than fits into memory.
+MOST_QUEUED = 512
 
 Progress = Callable[[int, int], None]
 """``(requests done, requests in all)``"""
@@ -63,6 +73,45 @@ class Series:
     """Preemptions so far."""
 
 
+@dataclass(frozen=True)
+class PrefixHits:
+    """How much of the prompts was found cached.
+
+    A request counts when it is admitted for the first time. What a preempted sequence
+    finds of its own when it comes back is kept apart, and so are prompts that were
+    refused. All tokens meant here are known ones: those that the trace has an id for.
+    """
+
+    eviction: str
+    """Name of the policy."""
+    prompts: int
+    """Requests admitted whose tokens are known."""
+    prompt_tokens: int
+    """Known tokens of those prompts."""
+    cached_tokens: int
+    """Of them, tokens in leading blocks that were found."""
+    prompt_blocks: int
+    """Blocks that the known tokens of those prompts fill."""
+    cached_blocks: int
+    """Of them, leading blocks that were found."""
+    resumed_tokens: int
+    """Known tokens of preempted sequences when they came back."""
+    resumed_cached_tokens: int
+    """Of them, tokens in leading blocks that were found."""
+    evictions: int
+    """Cached blocks whose room was needed."""
+
+    @property
+    def token_rate(self) -> float:
+        """Share of the known prompt tokens that was found."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def block_rate(self) -> float:
+        """Share of the full prompt blocks that was found."""
+        return self.cached_blocks / self.prompt_blocks if self.prompt_blocks else 0.0
+
+
 @dataclass(frozen=True, eq=False)
 class ReplayResult:
     """What a replay did to the pool, and what it would have meant for the requests.
@@ -83,13 +132,15 @@ class ReplayResult:
     """The other requests, by the reason for which they were refused or ended."""
     steps: int
     prefill_tokens: int
-    """Prompt tokens computed, recomputed ones included."""
+    """Prompt tokens computed, recomputed ones included, those found cached not."""
     generated_tokens: int
     counters: NDArray[np.int64]
     """``BlockManager.counters`` at the end."""
     preemptions: int
     recomputed_tokens: int
     """Tokens computed again because their sequence had been preempted."""
+    prefix_hits: PrefixHits | None
+    """None where prompts did not share."""
 
     peak_used: int
     """Most blocks in use in a step."""
@@ -157,6 +208,8 @@ def replay(
     block_size: int = 16,
     watermark_blocks: int = 1,
     max_running: int | None = None,
+    prefix_caching: bool = True,
+    eviction: EvictionPolicy | None = None,
     step_time: StepTime | None = None,
     progress: Progress | None = None,
 ) -> ReplayResult:
@@ -175,6 +228,10 @@ def replay(
         The pool.
     watermark_blocks, max_running : int
         As in ``Scheduler``.
+    prefix_caching : bool
+        Whether the prompts of a trace with ``hash_ids`` share. Others never do.
+    eviction : EvictionPolicy, optional
+        Which cached block goes first. Default ``LRU()``.
     step_time : callable, optional
         Default ``LinearStepTime()``.
     progress : callable, optional
@@ -189,7 +246,9 @@ def replay(
     """
     if trace.arrivals is None:
         raise ValueError(f"trace {trace.source!r} has lengths only, it needs arrivals")
-    manager = BlockManager(num_blocks, block_size)
+    sharing = prefix_caching and trace.hash_ids is not None
+    policy = eviction or LRU()
+    manager = BlockManager(num_blocks, block_size, prefix_caching=sharing, eviction=policy)
     scheduler = Scheduler(manager, watermark_blocks, max_running=max_running)
     run = _Run(trace, manager, scheduler, step_time or LinearStepTime())
     readings = [thread_time_ns() for _ in range(1_001)]
@@ -218,6 +277,7 @@ def replay(
         counters=manager.counters.copy(),
         preemptions=run.preemptions,
         recomputed_tokens=run.recomputed_tokens,
+        prefix_hits=run.prefix_hits(type(policy).__name__) if sharing else None,
         peak_used=run.peak_used,
         mean_used=run.used_block_seconds / run.now if run.now else 0.0,
         token_steps=run.token_steps,
@@ -250,6 +310,8 @@ class _Run:
         self.first_sequence: list[int] = (np.cumsum(samples) - samples).tolist()
         self.samples: list[int] = samples.tolist()
         self.samples_left = self.samples.copy()
+        self.hash_ids = trace.hash_ids if manager.prefix_caching else None
+        self.hash_block_size = trace.hash_block_size
         # One entry a sequence from here on.
         self.request: list[int] = np.repeat(np.arange(len(trace)), samples).tolist()
         self.prompt: list[int] = np.repeat(trace.prompt_tokens, samples).tolist()
@@ -267,11 +329,17 @@ class _Run:
 
         self.now = 0.0
         self.arrived = 0
+        # Of the arrived requests, how many the scheduler has been told of.
+        self.queued = 0
         self.manager_ns = 0
         # Besides one in every step.
         self.timed_calls = 0
         self.finished = 0
         self.rejected: dict[int, Reason] = {}
+        # Requests that have been admitted, of those whose tokens are known.
+        self.sharing: set[int] = set()
+        self.prompt_blocks = 0
+        self.cached_tokens = 0
         self.steps = 0
         self.prefill_tokens = 0
         self.recomputed_tokens = 0
@@ -298,7 +366,7 @@ class _Run:
         counters = memoryview(self.manager.counters)  # type: ignore[arg-type]
         taken, copied = int(Counter.BLOCKS_TAKEN), int(Counter.COW_COPIES)
         while True:
-            if self.arrivals[self.arrived] <= self.now:
+            if self.arrivals[self.arrived] <= self.now or self.queued < self.arrived:
                 self.add_arrivals()
             if not (scheduler.running or scheduler.waiting):
                 if self.arrived == len(self.samples):
@@ -317,7 +385,7 @@ class _Run:
             admitted: list[tuple[int, int]] = []
             if step.prefills or step.preempted or step.rejected:
                 admitted = self.account(step)
-                prefill_tokens = sum([n_tokens for _, n_tokens in admitted])
+                prefill_tokens = sum([n_tokens for _, n_tokens in admitted]) - sum(step.cached)
             if not (decoded or step.rejected):
                 raise InvariantError("I8", None, f"step {self.steps} did nothing, yet some wait")
             self.tokens += decoded
@@ -351,27 +419,40 @@ class _Run:
             progress(len(self.samples), len(self.samples))
 
     def add_arrivals(self) -> None:
-        start = thread_time_ns()
         while self.arrivals[self.arrived] <= self.now:
-            sequence = self.first_sequence[self.arrived]
-            try:
-                self.scheduler.add(sequence, self.prompt[sequence])
-            except RequestRefused:
-                self.rejected[self.arrived] = Reason.NEVER_FITS
             self.arrived += 1
-        self.stop_clock(start)
+        waiting = self.scheduler.waiting
+        while self.queued < self.arrived and (self.hash_ids is None or len(waiting) < MOST_QUEUED):
+            sequence = self.first_sequence[self.queued]
+            tokens = self.tokens_of(self.queued)
+            start = thread_time_ns()
+            try:
+                self.scheduler.add(sequence, self.prompt[sequence], tokens=tokens)
+            except RequestRefused:
+                self.rejected[self.queued] = Reason.NEVER_FITS
+            self.stop_clock(start)
+            self.queued += 1
+
+    def tokens_of(self, request: int) -> NDArray[np.int32] | None:
+        """Make the tokens that a request brings, if its prompt can share."""
+        if self.hash_ids is None or not len(self.hash_ids[request]):
+            return None
+        n_tokens = self.prompt[self.first_sequence[request]]
+        return tokens_of_hash_ids(self.hash_ids[request], self.hash_block_size, n_tokens)
 
     def account(self, step: Step) -> list[tuple[int, int]]:
         """Enter who came and who was sent away; returns those who came."""
         admitted = cast("list[tuple[int, int]]", step.prefills)
         preempted = cast("list[int]", step.preempted)
         rejected = cast("dict[int, Verdict]", step.rejected)
-        for sequence, n_tokens in admitted:
+        if self.hash_ids is not None:
+            self.account_sharing(admitted, preempted, rejected)
+        for (sequence, n_tokens), cached in zip(admitted, step.cached, strict=True):
             self.end_after(sequence, self.steps - 1)
             self.tokens += n_tokens
-            self.prefill_tokens += n_tokens
+            self.prefill_tokens += n_tokens - cached
             if sequence in self.preempted:
-                self.recomputed_tokens += n_tokens
+                self.recomputed_tokens += n_tokens - cached
             elif sequence == self.first_sequence[self.request[sequence]]:
                 waited = self.now - self.arrivals[self.request[sequence]]
                 self.waiting_seconds.append(waited)
@@ -382,6 +463,33 @@ class _Run:
             self.rejected[self.request[sequence]] = verdict.reason
             self.leave(sequence)
         return admitted
+
+    def account_sharing(
+        self,
+        admitted: Iterable[tuple[int, int]],
+        preempted: Iterable[int],
+        rejected: dict[int, Verdict],
+    ) -> None:
+        """Count the prompts that were looked up, and the cells that cost no block.
+
+        Somebody may be admitted and sent away in one step. The step tells nothing of what
+        was found for it; the manager's counters do.
+        """
+        outgrew = [s for s, v in rejected.items() if v.reason is Reason.OUTGREW_POOL]
+        for sequence in (*[sequence for sequence, _ in admitted], *preempted, *outgrew):
+            request = self.request[sequence]
+            if request not in self.sharing and sequence == self.first_sequence[request]:
+                self.sharing.add(request)
+                self.prompt_blocks += self.known_tokens(request) // self.manager.block_size
+        counters = self.manager.counters
+        cached = int(counters[Counter.CACHED_TOKENS] + counters[Counter.RESUMED_CACHED_TOKENS])
+        self.cells_beside_counters += (cached - self.cached_tokens) // self.manager.block_size
+        self.cached_tokens = cached
+
+    def known_tokens(self, request: int) -> int:
+        assert self.hash_ids is not None
+        n_tokens = self.prompt[self.first_sequence[request]]
+        return min(n_tokens, len(self.hash_ids[request]) * self.hash_block_size)
 
     def end_after(self, sequence: int, step: int) -> None:
         """Enter into the calendar when a sequence ends that first decodes after ``step``."""
@@ -400,11 +508,16 @@ class _Run:
         self.cells_beside_counters -= self.blocks(self.length(sequence))
 
     def start(self, admitted: Iterable[tuple[int, int]]) -> None:
-        """Note first tokens, and fork the samples of requests whose prompt is now there."""
+        """Note first tokens; publish the prompts that are now there, and fork their samples."""
         for sequence in self.forked:
             if sequence in self.last_step:
                 self.first_token_at[sequence] = self.now
         self.forked.clear()
+        if self.hash_ids is not None:
+            start = thread_time_ns()
+            for sequence, _ in admitted:
+                self.manager.commit(sequence)
+            self.stop_clock(start)
         for sequence, _ in admitted:
             if self.first_token_at[sequence] is not None:
                 continue
@@ -470,7 +583,7 @@ class _Run:
                 gauges.tokens,
                 gauges.logical_blocks,
                 len(self.scheduler.running),
-                len(self.scheduler.waiting),
+                len(self.scheduler.waiting) + self.arrived - self.queued,
                 self.preemptions,
             )
         )
@@ -478,3 +591,18 @@ class _Run:
     def series(self) -> Series:
         seconds, *rest = np.array(self.points).T
         return Series(seconds, *(column.astype(np.int64) for column in rest))
+
+    def prefix_hits(self, eviction: str) -> PrefixHits:
+        counters = self.manager.counters
+        cached_tokens = int(counters[Counter.CACHED_TOKENS])
+        return PrefixHits(
+            eviction=eviction,
+            prompts=sum(self.known_tokens(request) > 0 for request in self.sharing),
+            prompt_tokens=int(counters[Counter.PROMPT_TOKENS]),
+            cached_tokens=cached_tokens,
+            prompt_blocks=self.prompt_blocks,
+            cached_blocks=cached_tokens // self.manager.block_size,
+            resumed_tokens=int(counters[Counter.RESUMED_TOKENS]),
+            resumed_cached_tokens=int(counters[Counter.RESUMED_CACHED_TOKENS]),
+            evictions=int(counters[Counter.EVICTIONS]),
+        )

@@ -24,8 +24,8 @@ from real_traces import (
 )
 
 import kvcore.replay
-from kvcore import Counter, InvariantError, Reason, Scheduler, Step
-from kvcore.replay import ReplayResult, replay
+from kvcore import Counter, InvariantError, Reason, Scheduler, SegmentedLRU, Step
+from kvcore.replay import PrefixHits, ReplayResult, replay
 from kvcore.trace import Trace
 from kvcore.workload import at_rate, synthetic_trace
 
@@ -40,6 +40,20 @@ def trace(*requests: tuple[float, int, int], n: int | Sequence[int] = 1) -> Trac
         np.array(arrivals, float),
         np.broadcast_to(np.array(n, np.int64), len(requests)),
     )
+
+
+def sharing(
+    *requests: tuple[float, Sequence[int], int, int], n: int = 1, hash_block_size: int = 4
+) -> Trace:
+    """Requests of (arrival, ids, prompt, output)."""
+    load = trace(*[(arrival, prompt, output) for arrival, _, prompt, output in requests], n=n)
+    ids = tuple(np.array(ids, np.int64) for _, ids, _, _ in requests)
+    return replace(load, hash_ids=ids, hash_block_size=hash_block_size)
+
+
+def hits(result: ReplayResult) -> PrefixHits:
+    assert result.prefix_hits is not None
+    return result.prefix_hits
 
 
 def one_second(prefill_tokens: int, sequences: int, context_tokens: int) -> float:
@@ -198,6 +212,164 @@ def test_the_watermark_keeps_admission_from_the_last_blocks() -> None:
     assert run(load, 8, watermark_blocks=6).waiting_seconds.tolist() == [0.0, 0.0, 2.0, 2.0]
 
 
+# ------------------------------------------------------------------ shared prefixes
+
+
+def test_a_prompt_that_was_there_is_computed_but_for_its_last_block() -> None:
+    """Of 9 tokens in 3 blocks two are full. Both end with their only token."""
+    calls: list[tuple[int, int, int]] = []
+
+    def step_time(*call: int) -> float:
+        calls.append((call[0], call[1], call[2]))
+        return 1.0
+
+    load = sharing((0, (1, 2, 3), 9, 1), (5, (1, 2, 3), 9, 1))
+    result = run(load, 10, step_time=step_time)
+    assert calls == [(9, 1, 10), (1, 1, 10)]
+    assert result.prefill_tokens == 9 + 1
+    assert result.finished == 2
+    assert hits(result) == PrefixHits("LRU", 2, 18, 8, 4, 2, 0, 0, 0)
+    assert hits(result).token_rate == 8 / 18
+    assert hits(result).block_rate == 2 / 4
+    # One at a time: shared with the cache, not with each other.
+    assert result.sharing_ratio == 1.0
+    assert not result.series.shared.any()
+
+
+def test_two_that_run_at_once_hold_their_prefix_once() -> None:
+    result = run(sharing((0, (1, 2, 3), 9, 5), (2, (1, 2, 4), 9, 5)), 10)
+    assert hits(result).cached_blocks == 2
+    assert result.series.shared.max() == 2
+    # The first holds 3 blocks, and 4 from its fourth step on; the second as many, two
+    # steps later, of which two are the first's as long as that lives.
+    assert result.used_block_steps == 3 + 3 + (3 + 1) + (4 + 1) + (4 + 1) + 4 + 4
+    assert result.logical_block_steps == 2 * (3 + 3 + 3 + 4 + 4)
+
+
+def test_one_that_arrives_with_its_twin_waits_a_step_for_the_prefix() -> None:
+    result = run(sharing((0, (1, 2, 3), 9, 1), (0, (1, 2, 3), 9, 1)), 10)
+    assert result.waiting_seconds.tolist() == [0.0, 1.0]
+    assert hits(result).cached_tokens == 8
+
+
+def test_prompts_do_not_share_when_they_are_told_not_to() -> None:
+    load = sharing((0, (1, 2, 3), 9, 1), (5, (1, 2, 3), 9, 1))
+    result = run(load, 10, prefix_caching=False)
+    assert result.prefix_hits is None
+    assert result.prefill_tokens == 18
+
+
+def test_prompts_without_ids_do_not_share() -> None:
+    assert run(trace((0, 9, 1), (5, 9, 1)), 10).prefix_hits is None
+    result = run(sharing((0, (), 9, 1), (5, (), 9, 1), (9, (1, 2, 3), 9, 1)), 10)
+    assert hits(result) == PrefixHits("LRU", 1, 9, 0, 2, 0, 0, 0, 0)
+
+
+def test_tokens_that_have_no_id_are_known_to_nobody() -> None:
+    """8 of 15 tokens have ids: the third block is another's, whatever its length."""
+    result = run(sharing((0, (1, 2), 15, 1), (5, (1, 2), 15, 1)), 10)
+    assert hits(result) == PrefixHits("LRU", 2, 16, 8, 4, 2, 0, 0, 0)
+
+
+def test_an_id_may_stand_for_more_or_fewer_tokens_than_a_block() -> None:
+    long = sharing((0, (1, 2), 15, 1), (5, (1, 3), 15, 1), hash_block_size=8)
+    assert hits(run(long, 10)).cached_tokens == 8
+    short = sharing((0, (1, 2, 3, 4), 8, 1), (5, (1, 2, 3, 5), 8, 1), hash_block_size=2)
+    assert hits(run(short, 10)).cached_tokens == 4
+
+
+def test_what_was_generated_is_not_published() -> None:
+    """The first ends with 12 tokens in three full blocks. One of them was its prompt's."""
+    result = run(sharing((0, (1,), 4, 8), (20, (1, 2, 3), 12, 1)), 10)
+    assert hits(result).cached_tokens == 4
+
+
+def test_the_samples_of_a_prompt_are_one_prompt() -> None:
+    load = sharing((0, (1, 2, 3), 9, 3), (9, (1, 2, 3), 9, 3), n=3)
+    result = run(load, 30)
+    assert result.finished == 2
+    assert hits(result) == PrefixHits("LRU", 2, 18, 8, 4, 2, 0, 0, 0)
+
+
+def test_what_a_preempted_sequence_finds_of_its_own_is_no_hit() -> None:
+    """As without ids; but the block of its prompt is still there when it comes back."""
+    result = run(sharing((0, (1, 2), 7, 5), (0, (3, 4), 7, 5)), 4)
+    assert result.preemptions == 1
+    # The third and fourth block go to the first, so one of the other's is left.
+    assert hits(result).cached_tokens == 0
+    assert hits(result).prompt_tokens == 14
+    assert hits(result).resumed_tokens == 7
+    assert hits(result).resumed_cached_tokens == 4
+    assert result.recomputed_tokens == 8 - 4
+    assert result.prefill_tokens == 7 + 7 + 8 - 4
+
+
+def test_a_request_sent_away_in_its_first_step_is_looked_up_once() -> None:
+    """It finds one block and takes the last one of the pool, which the first then needs."""
+    result = run(sharing((0, (1, 2), 6, 6), (2, (1, 3), 6, 2)), 3)
+    assert (result.preemptions, result.finished) == (1, 2)
+    assert result.waiting_seconds.tolist() == [0.0, 4.0]
+    assert hits(result) == PrefixHits("LRU", 2, 12, 4, 2, 1, 6, 4, 0)
+    assert (result.prefill_tokens, result.recomputed_tokens) == (6 + 2, 0)
+    assert result.logical_block_steps == (2 + 2 + 3 + 3 + 3 + 3) + (2 + 2)
+
+
+def test_a_pool_that_is_too_small_evicts() -> None:
+    load = sharing((0, (1, 2), 8, 1), (5, (3, 4), 8, 1), (10, (1, 2), 8, 1))
+    assert hits(run(load, 10)).evictions == 0
+    assert hits(run(load, 10)).cached_tokens == 4
+    small = run(load, 3)
+    # The second prompt takes both blocks of the first, but for the one that was free.
+    assert hits(small).evictions == 4
+    assert hits(small).cached_tokens == 0
+
+
+def test_the_policy_is_the_one_that_is_given() -> None:
+    """Two prompts hit often, then scanned past by others, are still there under one only."""
+    again = [(i, (1, 2, 9) if i else (3, 4, 5), 9, 1) for i in range(0, 8, 2)]
+    scan = [(10 + i, (100 + i, 200 + i, 300 + i), 9, 1) for i in range(0, 8, 2)]
+    load = sharing(*again, *scan, (30, (1, 2, 9), 9, 1))
+    assert hits(run(load, 9)).cached_tokens == 16
+    segmented = run(load, 9, eviction=SegmentedLRU(0.5))
+    assert hits(segmented).cached_tokens == 24
+    assert hits(segmented).eviction == "SegmentedLRU"
+
+
+def test_few_bring_their_tokens_at_once_and_nothing_else_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = sharing(*[(0, (i % 3, i % 3 + 10, i % 3 + 100), 9 + 4 * (i == 5), 3) for i in range(20)])
+    load = replace(load, hash_ids=tuple(ids[: -(-p // 4)] for ids, p in zip(
+        load.hash_ids or (), load.prompt_tokens, strict=True)))  # fmt: skip
+    longest: list[int] = []
+
+    class Watched(Scheduler):
+        def step(self) -> Step:
+            longest.append(len(self.waiting))
+            return super().step()
+
+    monkeypatch.setattr(kvcore.replay, "Scheduler", Watched)
+    many = run(load, 12)
+    assert max(longest) == 20
+    longest.clear()
+    monkeypatch.setattr(kvcore.replay, "MOST_QUEUED", 6)
+    few = run(load, 12)
+    assert max(longest) == 6
+    assert few.series.waiting.max() == many.series.waiting.max() > 6
+    assert few.prefix_hits == many.prefix_hits
+    np.testing.assert_array_equal(few.counters, many.counters)
+    np.testing.assert_array_equal(few.waiting_seconds, many.waiting_seconds)
+
+
+def test_refused_requests_do_not_stop_those_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvcore.replay, "MOST_QUEUED", 1)
+    load = sharing(*[(0, range(10), 40, 1)] * 3, (0, (1,), 4, 1))
+    result = run(load, 5)
+    assert result.rejected == {Reason.NEVER_FITS: 3}
+    assert result.finished == 1
+    assert hits(result).prompts == 1
+
+
 # ------------------------------------------------------------------ the clock
 
 
@@ -287,6 +459,58 @@ def test_every_request_ends_once_and_every_token_is_one_append(
     assert result.used_block_steps <= result.logical_block_steps
     assert len(result.first_token_seconds) == np.count_nonzero(load.output_tokens)
     assert len(result.per_token_seconds) == np.count_nonzero(outputs > 1)
+
+
+paths = st.lists(st.integers(0, 2), max_size=6)
+
+
+@given(requests, st.lists(paths, min_size=12, max_size=12), st.integers(1, 3), st.data())
+def test_sharing_changes_what_is_computed_and_not_what_is_generated(
+    rows: list[tuple[float, int, int]], ids: list[list[int]], n: int, data: Any
+) -> None:
+    block_size, hash_block_size = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
+    num_blocks = data.draw(st.integers(2, 40))
+    watermark = data.draw(st.integers(0, num_blocks - 1))
+    load = replace(
+        trace(*rows, n=n),
+        hash_ids=tuple(
+            np.array(path[: -(-prompt // hash_block_size)], np.int64)
+            for path, (_, prompt, _) in zip(ids, rows, strict=False)
+        ),
+        hash_block_size=hash_block_size,
+    )
+    result = run(load, num_blocks, block_size=block_size, watermark_blocks=watermark)
+    found = hits(result)
+    known = [
+        min(prompt, len(path) * hash_block_size)
+        for path, (_, prompt, _) in zip(load.hash_ids or (), rows, strict=True)
+    ]
+    assert result.finished + sum(result.rejected.values()) == len(load)
+    assert found.prompts <= sum(tokens > 0 for tokens in known)
+    assert found.prompt_tokens <= sum(known)
+    assert found.cached_tokens <= found.prompt_tokens
+    assert found.cached_blocks <= found.prompt_blocks
+    assert found.cached_blocks * block_size == found.cached_tokens
+    assert found.resumed_cached_tokens <= found.resumed_tokens
+    assert result.used_block_steps <= result.logical_block_steps
+    if not result.preemptions:
+        assert found.resumed_tokens == 0
+    if result.rejected:
+        return
+    prompts, outputs = load.prompt_tokens, load.output_tokens
+    appends = np.maximum(outputs, 1)
+    assert result.generated_tokens == n * outputs.sum()
+    assert found.prompts == sum(tokens > 0 for tokens in known)
+    assert found.prompt_tokens == sum(known)
+    assert found.prompt_blocks == sum(tokens // block_size for tokens in known)
+    most = prompts.sum() + result.recomputed_tokens
+    assert most - found.cached_tokens - found.resumed_cached_tokens <= result.prefill_tokens
+    assert result.prefill_tokens <= most
+    if not result.preemptions:
+        assert result.prefill_tokens == most - found.cached_tokens
+    held = [p + t for p, o in zip(prompts, appends, strict=True) for t in range(1, int(o) + 1)]
+    assert result.token_steps == n * sum(held)
+    assert result.logical_block_steps == n * sum(-(-tokens // block_size) for tokens in held)
 
 
 def test_the_series_is_the_state_of_the_manager_over_time() -> None:
@@ -420,7 +644,13 @@ def test_the_real_files_replay_to_completion_and_leave_nothing(
     result = replay(load, num_blocks=num_blocks, watermark_blocks=1)
     assert result.finished == len(load)
     assert result.generated_tokens == n * load.output_tokens.sum()
-    assert result.prefill_tokens == load.prompt_tokens.sum() + result.recomputed_tokens
+    computed = load.prompt_tokens.sum() + result.recomputed_tokens
+    if result.prefix_hits is None:
+        assert result.prefill_tokens == computed
+    else:
+        found = result.prefix_hits.cached_tokens + result.prefix_hits.resumed_cached_tokens
+        assert computed - found <= result.prefill_tokens <= computed
+        assert result.prefix_hits.prompts == len(load)
     assert (result.preemptions > 0) == (result.recomputed_tokens > 0)
     assert result.counters[Counter.SEQUENCES_FORKED] == (n - 1) * len(load)
     assert result.peak_used <= num_blocks
