@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from kvcore import __version__
+from kvcore.eviction import LRU, SegmentedLRU
+from kvcore.hit_rate_curve import hit_rate_curve
 from kvcore.kv_shape import blocks_in, kv_shape, parse_memory
 from kvcore.plot import save_plot
 from kvcore.progress import ProgressBar
@@ -32,6 +34,7 @@ SYNTHETIC_REQUESTS = 10_000
 SYNTHETIC_BLOCKS = 3_072
 # 24 GiB of the same: 196,608 tokens, more than the longest request of the Mooncake traces.
 TRACE_BLOCKS = 12_288
+EVICTION = {"lru": LRU, "segmented-lru": SegmentedLRU}
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -114,6 +117,14 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     pool.add_argument(
         "--max-running", type=_whole(1), metavar="N", help="most sequences that run at once"
     )
+    pool.add_argument(
+        "--no-prefix-caching",
+        action="store_true",
+        help="compute every prompt in full; prompts share by default if TRACE has block ids",
+    )
+    pool.add_argument(
+        "--eviction", choices=EVICTION, help="which cached block goes first (default lru)"
+    )
     load = parser.add_argument_group("the load")
     load.add_argument("--limit", type=_whole(1), metavar="N", help="only the first N requests")
     load.add_argument(
@@ -140,7 +151,11 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--json", metavar="FILE", help="write the numbers as JSON; - for standard output"
     )
     output.add_argument(
-        "--plot", type=_plot_path, metavar="FILE", help="draw the pool over time: .png, .svg, .pdf"
+        "--plot",
+        type=_plot_path,
+        metavar="FILE",
+        help="draw the pool over time, and the hit rate over its size if prompts share: "
+        ".png, .svg, .pdf",
     )
 
 
@@ -157,6 +172,10 @@ def _replay(options: argparse.Namespace) -> int:
     if watermark >= num_blocks:
         raise _UsageError(f"--watermark {watermark} leaves nothing of {num_blocks} blocks")
     trace = _load(options)
+    sharing = trace.hash_ids is not None and not options.no_prefix_caching
+    if options.eviction and not sharing:
+        reason = "--no-prefix-caching" if options.no_prefix_caching else "a trace without block ids"
+        raise _UsageError(f"--eviction orders cached blocks, and {reason} has none")
 
     bar = ProgressBar(sys.stderr) if sys.stderr.isatty() else None
     try:
@@ -166,6 +185,8 @@ def _replay(options: argparse.Namespace) -> int:
             block_size=options.block_size,
             watermark_blocks=watermark,
             max_running=options.max_running,
+            prefix_caching=sharing,
+            eviction=EVICTION[options.eviction or "lru"](),
             step_time=step_time,
             progress=bar,
         )
@@ -174,7 +195,8 @@ def _replay(options: argparse.Namespace) -> int:
             bar.clear()
 
     code = DONE
-    document = json.dumps(as_json(trace, result), indent=2)
+    curve = hit_rate_curve(trace) if sharing and options.plot else None
+    document = json.dumps(as_json(trace, result, curve), indent=2)
     if options.json == "-":
         print(document)
     elif options.json:
@@ -182,7 +204,7 @@ def _replay(options: argparse.Namespace) -> int:
     plot_missing = False
     if options.plot:
         try:
-            save_plot(trace, result, options.plot)
+            save_plot(trace, result, options.plot, curve)
         except ImportError as error:
             print(f"kvcore: {options.plot} was not drawn: {error}", file=sys.stderr)
             plot_missing, code = True, FAILED

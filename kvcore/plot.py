@@ -1,4 +1,4 @@
-"""The pool over simulated time as a picture; needs matplotlib."""
+"""The pool over simulated time, and hit rates over its size, as a picture; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvcore.hit_rate_curve import HitRateCurve
 from kvcore.replay import ReplayResult
 from kvcore.report import by_column
 from kvcore.trace import Trace
@@ -21,15 +22,20 @@ FRAME = "#b8bec7"
 RUNNING = "#2a9d8f"
 WAITING = "#e9a13b"
 PREEMPTED = "#c8443c"
+REPLAYED = "#8e44ad"
 
 # Each shows the most that was seen in its part of the time.
 COLUMNS = 400
 
 
-def save_plot(trace: Trace, result: ReplayResult, path: str | Path) -> None:
+def save_plot(
+    trace: Trace, result: ReplayResult, path: str | Path, curve: HitRateCurve | None = None
+) -> None:
     """Draw blocks, queues and preemptions of a replay into ``path``.
 
-    The suffix of the path chooses the format: ``.png``, ``.svg`` or ``.pdf``.
+    With a ``curve``, also the hit rate over the size of the pool, and where in it the
+    replay came out. The suffix of the path chooses the format: ``.png``, ``.svg`` or
+    ``.pdf``.
 
     Raises
     ------
@@ -60,8 +66,13 @@ def save_plot(trace: Trace, result: ReplayResult, path: str | Path) -> None:
         "ytick.color": INK,
     }
     with rc_context(style):
-        figure = Figure(figsize=(11, 7.5), layout="constrained")
-        pool, queues, preemptions = figure.subplots(
+        figure = Figure(figsize=(11, 7.5 if curve is None else 11), layout="constrained")
+        over_time: Any = figure
+        if curve is not None:
+            parts: Any = figure.subfigures(2, 1, height_ratios=[7.5, 3.5])
+            over_time = parts[0]
+            _draw_hit_rates(parts[1].subplots(), result, curve)
+        pool, queues, preemptions = over_time.subplots(
             3, 1, sharex=True, gridspec_kw={"height_ratios": [5, 3, 1.6]}
         )
         figure.suptitle(
@@ -109,3 +120,34 @@ def save_plot(trace: Trace, result: ReplayResult, path: str | Path) -> None:
             axes.yaxis.set_major_formatter("{x:,.0f}")
             axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4)
         figure.savefig(path, dpi=150)
+
+
+def _draw_hit_rates(axes: Any, result: ReplayResult, curve: HitRateCurve) -> None:
+    """Rates by tokens: blocks of the replay and those of the trace differ in size."""
+    per_size = curve.block_size / result.block_size
+    largest = max(curve.unique_blocks * per_size, result.num_blocks)
+    highest = 0.0
+    for sizes, hit_tokens, label, colour, style in (
+        (curve.min_sizes, curve.min_hit_tokens, "Belady's bound", INK, "--"),
+        (curve.lru_sizes, curve.lru_hit_tokens, "LRU, one request at a time", SHARED, "-"),
+    ):
+        rates = hit_tokens * (100.0 / curve.prompt_tokens)
+        highest = max(highest, float(rates[-1]))
+        axes.plot(
+            # Where all is found, more blocks change nothing.
+            np.append(sizes * per_size, largest), np.append(rates, rates[-1]),
+            color=colour, ls=style, lw=1.3, label=label,
+        )  # fmt: skip
+    hits = result.prefix_hits
+    if hits is not None:
+        axes.plot(
+            [result.num_blocks], [100.0 * hits.token_rate], color=REPLAYED, ls="", marker="o",
+            ms=8, label=f"this replay, {hits.eviction}: {hits.token_rate:.1%}", zorder=3,
+        )  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_ylim(0, min(1.15 * highest + 1, 100))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_formatter("{x:.0f} %")
+    axes.set_xlabel(f"blocks of {result.block_size} tokens in the pool")
+    axes.set_ylabel("prompt tokens found cached")
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3)

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcore.counters import Counter
-from kvcore.replay import ReplayResult, Series
+from kvcore.hit_rate_curve import HitRateCurve
+from kvcore.replay import PrefixHits, ReplayResult, Series
 from kvcore.trace import Trace
 
 __all__ = ["as_json", "as_table", "as_text_plot", "by_column"]
@@ -18,11 +19,28 @@ BLOCK_LEVELS = " ▁▂▃▄▅▆▇█"
 ASCII_LEVELS = " .:-=+*#@"
 
 
-def as_json(trace: Trace, result: ReplayResult) -> dict[str, Any]:
+# What the hit rates mean; printed beside them, and in the JSON.
+DEFINITIONS = {
+    "token_hit_rate": (
+        "known prompt tokens in leading blocks found cached / known prompt tokens, "
+        "of requests admitted for the first time"
+    ),
+    "block_hit_rate": "the same in blocks that the known prompt tokens fill",
+    "hit_rate_curve": (
+        "prompt tokens in leading blocks found cached / prompt tokens; one request at a time, "
+        "blocks of the trace's ids, outputs not cached"
+    ),
+}
+
+
+def as_json(
+    trace: Trace, result: ReplayResult, curve: HitRateCurve | None = None
+) -> dict[str, Any]:
     """Return the numbers of the table, ready for ``json.dump``.
 
     The same for the same trace and options, except under ``"measured"``: CPU and wall
-    time of this process. Keys stay; new ones may join them.
+    time of this process. Keys stay; new ones may join them. ``"prefix_cache"`` is None
+    where prompts did not share, ``"hit_rate_curve"`` where no ``curve`` is given.
     """
     count = {counter: int(result.counters[counter]) for counter in Counter}
     return {
@@ -64,6 +82,8 @@ def as_json(trace: Trace, result: ReplayResult) -> dict[str, Any]:
             "internal_fragmentation": round(result.internal_fragmentation, 6),
             "sharing_ratio": round(result.sharing_ratio, 6),
         },
+        "prefix_cache": _prefix_cache(result.prefix_hits),
+        "hit_rate_curve": _hit_rate_curve(curve),
         "simulated_seconds": {
             "total": round(result.simulated_seconds, 6),
             "waiting": _distribution(result.waiting_seconds),
@@ -78,6 +98,50 @@ def as_json(trace: Trace, result: ReplayResult) -> dict[str, Any]:
             "manager_share_of_cpu": result.manager_share,
             "manager_share_of_simulated": result.manager_share_of_simulated,
         },
+    }
+
+
+def _prefix_cache(hits: PrefixHits | None) -> dict[str, Any] | None:
+    if hits is None:
+        return None
+    names = ("token_hit_rate", "block_hit_rate")
+    return {
+        "eviction": hits.eviction,
+        "prompts": hits.prompts,
+        "prompt_tokens": hits.prompt_tokens,
+        "cached_tokens": hits.cached_tokens,
+        "token_hit_rate": round(hits.token_rate, 6),
+        "prompt_blocks": hits.prompt_blocks,
+        "cached_blocks": hits.cached_blocks,
+        "block_hit_rate": round(hits.block_rate, 6),
+        "resumed_tokens": hits.resumed_tokens,
+        "resumed_cached_tokens": hits.resumed_cached_tokens,
+        "evictions": hits.evictions,
+        "definitions": {name: DEFINITIONS[name] for name in names},
+    }
+
+
+def _hit_rate_curve(curve: HitRateCurve | None) -> dict[str, Any] | None:
+    if curve is None:
+        return None
+
+    def points(
+        sizes: NDArray[np.int64], blocks: NDArray[np.int64], tokens: NDArray[np.int64]
+    ) -> dict[str, list[Any]]:
+        return {
+            "cache_tokens": (sizes * curve.block_size).tolist(),
+            "token_hit_rate": (tokens / curve.prompt_tokens).round(6).tolist(),
+            "block_hit_rate": (blocks / max(curve.prompt_blocks, 1)).round(6).tolist(),
+        }
+
+    return {
+        "block_size": curve.block_size,
+        "unique_blocks": curve.unique_blocks,
+        "prompt_blocks": curve.prompt_blocks,
+        "prompt_tokens": curve.prompt_tokens,
+        "lru": points(curve.lru_sizes, curve.lru_hit_blocks, curve.lru_hit_tokens),
+        "belady_min": points(curve.min_sizes, curve.min_hit_blocks, curve.min_hit_tokens),
+        "definition": DEFINITIONS["hit_rate_curve"],
     }
 
 
@@ -122,6 +186,7 @@ def as_table(trace: Trace, result: ReplayResult) -> str:
         _line("mean use", f"{result.mean_used:,.0f} blocks", f"{memory['mean_usage']:.1%}"),
         _line("internal fragmentation", f"{result.internal_fragmentation:.2%}"),
         _line("sharing", f"{result.sharing_ratio:.3f}", "logical blocks to a physical one"),
+        *_prefix_lines(result.prefix_hits),
         "",
         f"Simulated seconds, {seconds['total']:,.0f} in all",
         _line("", *(f"{name:>9}" for name in ("mean", "p50", "p90", "p99", "max"))),
@@ -149,6 +214,32 @@ def as_table(trace: Trace, result: ReplayResult) -> str:
         ),
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _prefix_lines(hits: PrefixHits | None) -> list[str]:
+    if hits is None:
+        return []
+    return [
+        "",
+        f"Prefix cache, {hits.eviction}",
+        _line("prompts with known tokens", f"{hits.prompts:,}", "admitted for the first time"),
+        _line(
+            "hit rate by tokens",
+            f"{hits.token_rate:.2%}",
+            f"{hits.cached_tokens:,} found of {hits.prompt_tokens:,} known prompt tokens",
+        ),
+        _line(
+            "hit rate by blocks",
+            f"{hits.block_rate:.2%}",
+            f"{hits.cached_blocks:,} found of {hits.prompt_blocks:,} that those tokens fill",
+        ),
+        _line(
+            "found again after yielding",
+            f"{hits.resumed_cached_tokens:,}",
+            f"of {hits.resumed_tokens:,} known tokens, not in the rates",
+        ),
+        _line("blocks evicted", f"{hits.evictions:,}"),
+    ]
 
 
 def _line(label: str, value: str, *more: str) -> str:

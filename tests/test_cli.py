@@ -20,6 +20,10 @@ MOONCAKE = (
     '{"timestamp": 0, "input_length": 600, "output_length": 5}\n'
     '{"timestamp": 27, "input_length": 30, "output_length": 7}\n'
 )
+SHARING = (
+    '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n'
+    '{"timestamp": 9000, "input_length": 600, "output_length": 5, "hash_ids": [1, 3]}\n'
+)
 LENGTHS = "num_prefill_tokens,num_decode_tokens\n74,9\n100,20\n50,5\n"
 SMALL = ["replay", "--limit", "40", "--blocks", "1200"]
 
@@ -28,6 +32,13 @@ SMALL = ["replay", "--limit", "40", "--blocks", "1200"]
 def trace(tmp_path: Path) -> str:
     path = tmp_path / "trace"
     path.write_text(MOONCAKE)
+    return str(path)
+
+
+@pytest.fixture
+def sharing(tmp_path: Path) -> str:
+    path = tmp_path / "sharing"
+    path.write_text(SHARING)
     return str(path)
 
 
@@ -112,6 +123,45 @@ def test_a_terminal_gets_a_text_plot_and_a_pipe_does_not(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     main(SMALL)
     assert "Blocks in use" in capsys.readouterr().out
+
+
+def test_prompts_with_ids_share_unless_told_not_to(numbers: Any, sharing: str) -> None:
+    cache = numbers(sharing)["prefix_cache"]
+    assert (cache["cached_tokens"], cache["cached_blocks"]) == (512, 32)
+    assert (cache["prompt_tokens"], cache["prompt_blocks"]) == (1_200, 74)
+    assert cache["eviction"] == "LRU"
+    assert numbers(sharing)["work"]["prefill_tokens"] == 1_200 - 512
+    alone = numbers(sharing, "--no-prefix-caching")
+    assert alone["prefix_cache"] is None
+    assert alone["work"]["prefill_tokens"] == 1_200
+
+
+def test_the_eviction_can_be_chosen(numbers: Any, sharing: str) -> None:
+    for option, name in (("lru", "LRU"), ("segmented-lru", "SegmentedLRU")):
+        assert numbers(sharing, "--eviction", option)["prefix_cache"]["eviction"] == name
+
+
+def test_an_eviction_without_anything_cached_is_wrong_usage(
+    capsys: pytest.CaptureFixture[str], trace: str, sharing: str
+) -> None:
+    fails(capsys, 2, "a trace without block ids has none", trace, "--eviction", "lru")
+    options = ("--eviction", "lru", "--no-prefix-caching")
+    fails(capsys, 2, "and --no-prefix-caching has none", sharing, *options)
+    fails(capsys, 2, "invalid choice: 'fifo'", sharing, "--eviction", "fifo")
+
+
+def test_a_plot_of_prompts_that_share_has_their_hit_rates(
+    numbers: Any, tmp_path: Path, sharing: str
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    pictures = tmp_path / "with.svg", tmp_path / "without.svg"
+    curve = numbers(sharing, "--plot", str(pictures[0]))["hit_rate_curve"]
+    assert curve["lru"]["cache_tokens"][-1] == 3 * 512
+    assert curve["lru"]["token_hit_rate"][-1] == round(512 / 1_200, 6)
+    alone = numbers(sharing, "--no-prefix-caching", "--plot", str(pictures[1]))
+    assert alone["hit_rate_curve"] is None
+    with_panel, without = (path.read_text().count('id="axes_') for path in pictures)
+    assert (with_panel, without) == (4, 3)
 
 
 def test_without_matplotlib_a_text_plot_is_shown_and_the_exit_code_tells(

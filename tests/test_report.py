@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvcore import SegmentedLRU
+from kvcore.hit_rate_curve import HitRateCurve, hit_rate_curve
 from kvcore.plot import save_plot
 from kvcore.replay import ReplayResult, Series, replay
 from kvcore.report import as_json, as_table, as_text_plot, by_column
@@ -34,6 +36,31 @@ def result(load: Trace) -> ReplayResult:
     return result
 
 
+@pytest.fixture(scope="module")
+def sharing_load() -> Trace:
+    """Forty prompts that begin in one of five ways."""
+    trace = synthetic_trace(40, rate=2.0)
+    ids = (
+        np.array([request % 5, *range(10 * request, 10 * request + (prompt - 1) // 64)])
+        for request, prompt in enumerate(trace.prompt_tokens.tolist())
+    )
+    return replace(trace, hash_ids=tuple(ids), hash_block_size=64)
+
+
+@pytest.fixture(scope="module")
+def sharing(sharing_load: Trace) -> ReplayResult:
+    result = replay(sharing_load, num_blocks=1_500, watermark_blocks=1, eviction=SegmentedLRU())
+    assert result.prefix_hits is not None
+    assert result.prefix_hits.cached_tokens
+    assert result.prefix_hits.evictions
+    return result
+
+
+@pytest.fixture(scope="module")
+def curve(sharing_load: Trace) -> HitRateCurve:
+    return hit_rate_curve(sharing_load)
+
+
 def leaves(document: object, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], object]:
     if not isinstance(document, dict):
         return {path: document}
@@ -44,7 +71,9 @@ def leaves(document: object, path: tuple[str, ...] = ()) -> dict[tuple[str, ...]
     }
 
 
-def test_the_keys_of_the_json_stay(load: Trace, result: ReplayResult) -> None:
+def test_the_keys_of_the_json_stay(
+    sharing_load: Trace, sharing: ReplayResult, curve: HitRateCurve
+) -> None:
     """Scripts read them: rename or drop one only on purpose, and say so in the changelog."""
     distribution = ("mean", "p50", "p90", "p99", "max")
     expected = {
@@ -59,6 +88,15 @@ def test_the_keys_of_the_json_stay(load: Trace, result: ReplayResult) -> None:
             "peak_used_blocks", "mean_used_blocks", "peak_usage", "mean_usage",
             "internal_fragmentation", "sharing_ratio",
         ),
+        "prefix_cache": (
+            "eviction", "prompts", "prompt_tokens", "cached_tokens", "token_hit_rate",
+            "prompt_blocks", "cached_blocks", "block_hit_rate", "resumed_tokens",
+            "resumed_cached_tokens", "evictions", "definitions",
+        ),
+        "hit_rate_curve": (
+            "block_size", "unique_blocks", "prompt_blocks", "prompt_tokens", "lru", "belady_min",
+            "definition",
+        ),
         "simulated_seconds": (
             "total", "waiting", "time_to_first_token", "time_per_output_token",
         ),
@@ -68,10 +106,18 @@ def test_the_keys_of_the_json_stay(load: Trace, result: ReplayResult) -> None:
             "manager_share_of_simulated",
         ),
     }  # fmt: skip
-    document = as_json(load, result)
+    document = as_json(sharing_load, sharing, curve)
     assert {key: tuple(value) for key, value in document.items()} == expected
     for name in expected["simulated_seconds"][1:]:
         assert tuple(document["simulated_seconds"][name]) == distribution
+    for name in ("lru", "belady_min"):
+        points = document["hit_rate_curve"][name]
+        assert tuple(points) == ("cache_tokens", "token_hit_rate", "block_hit_rate")
+        assert len({len(values) for values in points.values()}) == 1
+
+
+def test_the_json_names_the_reasons_of_what_was_rejected(load: Trace, result: ReplayResult) -> None:
+    document = as_json(load, result)
     assert document["requests"]["rejected_by_reason"] == {
         reason.name.lower(): count for reason, count in result.rejected.items()
     }
@@ -94,6 +140,47 @@ def test_the_json_has_the_numbers_of_the_replay(load: Trace, result: ReplayResul
     waiting = document["simulated_seconds"]["waiting"]
     assert waiting["max"] == round(float(result.waiting_seconds.max()), 6)
     assert waiting["p50"] == round(float(np.median(result.waiting_seconds)), 6)
+
+
+def test_the_json_has_the_hits_and_says_what_they_are(
+    sharing_load: Trace, sharing: ReplayResult, curve: HitRateCurve
+) -> None:
+    document = as_json(sharing_load, sharing, curve)
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    cache, hits = document["prefix_cache"], sharing.prefix_hits
+    assert hits is not None
+    for name in ("eviction", "prompts", "cached_tokens", "resumed_tokens", "evictions"):
+        assert cache[name] == getattr(hits, name)
+    assert cache["eviction"] == "SegmentedLRU"
+    assert cache["token_hit_rate"] == round(hits.cached_tokens / hits.prompt_tokens, 6) > 0
+    assert cache["block_hit_rate"] == round(hits.cached_blocks / hits.prompt_blocks, 6) > 0
+    assert set(cache["definitions"]) == {"token_hit_rate", "block_hit_rate"}
+    for name, sizes, tokens, blocks in (
+        ("lru", curve.lru_sizes, curve.lru_hit_tokens, curve.lru_hit_blocks),
+        ("belady_min", curve.min_sizes, curve.min_hit_tokens, curve.min_hit_blocks),
+    ):
+        points = document["hit_rate_curve"][name]
+        assert points["cache_tokens"] == (64 * sizes).tolist()
+        assert points["token_hit_rate"][-1] == round(tokens[-1] / curve.prompt_tokens, 6) > 0
+        assert points["block_hit_rate"][-1] == round(blocks[-1] / curve.prompt_blocks, 6) > 0
+
+
+def test_without_sharing_there_are_no_hits_to_report(load: Trace, result: ReplayResult) -> None:
+    document = as_json(load, result)
+    assert document["prefix_cache"] is document["hit_rate_curve"] is None
+    assert "Prefix cache" not in as_table(load, result)
+
+
+def test_the_table_shows_the_hits(sharing_load: Trace, sharing: ReplayResult) -> None:
+    table = as_table(sharing_load, sharing)
+    cache = as_json(sharing_load, sharing)["prefix_cache"]
+    for name, value in cache.items():
+        if isinstance(value, int):
+            assert f"{value:,}" in table, name
+    assert f"{cache['token_hit_rate']:.2%}" in table
+    assert f"{cache['block_hit_rate']:.2%}" in table
+    assert "Prefix cache, SegmentedLRU" in table
+    assert max(map(len, table.splitlines())) <= 110
 
 
 def test_a_replay_without_one_admission_has_no_times(load: Trace) -> None:
@@ -191,6 +278,23 @@ def test_the_picture_is_a_png_of_its_size(
         ("running", 0x2A9D8F, 500),
         ("waiting", 0xE9A13B, 500),
         ("preempted", 0xC8443C, 5_000),
+    ):
+        assert np.count_nonzero(colours == colour) > least, name
+
+
+def test_the_picture_has_a_panel_for_the_hit_rates_if_it_is_given_them(
+    tmp_path: Path, sharing_load: Trace, sharing: ReplayResult, curve: HitRateCurve
+) -> None:
+    image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed")
+    save_plot(sharing_load, sharing, tmp_path / "pool.png", curve)
+    pixels = image.imread(tmp_path / "pool.png")
+    assert pixels.shape[:2] == (1_650, 1_650)
+    panel = (pixels[1_130:, :, :3] * 255).round().astype(int).reshape(-1, 3).T
+    colours = panel[0] << 16 | panel[1] << 8 | panel[2]
+    for name, colour, least in (
+        ("least recently used", 0x1D4E89, 1_000),
+        ("Belady", 0x30343B, 500),
+        ("this replay", 0x8E44AD, 100),
     ):
         assert np.count_nonzero(colours == colour) > least, name
 
