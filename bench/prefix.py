@@ -477,27 +477,43 @@ def hits_and_frees() -> Mapping[str, Contender]:
 class Decoding:
     """Sequences that decode, at every position of a block alike or all at the same one."""
 
-    def __init__(self, manager: Any, lengths: Sequence[int]) -> None:
+    def __init__(self, manager: Any, lengths: Sequence[int], ahead: int = 0) -> None:
         self.manager = manager
+        self.in_python = isinstance(manager, ReferencePrefixManager)
         self.lengths = lengths
+        self.ahead = ahead
         self.seqs: list[Hashable] = [10_000 + i for i in range(len(lengths))]
+        prompts = [drawn(length, seed=100 + i) for i, length in enumerate(lengths)]
+        self.prompts: list[Any] = (
+            [prompt.tolist() for prompt in prompts]
+            if self.in_python
+            else [manager.prompt(prompt) for prompt in prompts]
+        )
         self.random = np.random.default_rng(2)
         self.tokens = np.empty((STEPS, len(lengths)), np.int32)
         """What each step decodes. Changed in place: the timed code holds its rows."""
-        for i, (seq, length) in enumerate(zip(self.seqs, lengths, strict=True)):
-            prompt = drawn(length, seed=100 + i)
-            if isinstance(manager, ReferencePrefixManager):
-                manager.allocate_prompt(seq, prompt.tolist())
+        self.rows = np.empty(len(lengths), np.int32)
+        self.begin()
+
+    def begin(self) -> None:
+        """Every sequence anew, ``ahead`` slots ahead of its known tokens.
+
+        It finds its full blocks again. The last one is another one, of which nothing is
+        noted, as it would be had the sequence come here by decoding.
+        """
+        manager = self.manager
+        for seq, prompt in zip(self.seqs, self.prompts, strict=True):
+            if seq in manager.tables:
+                manager.free_seq(seq)
+            if self.in_python:
+                manager.allocate_prompt(seq, prompt)
             else:
                 manager.allocate(seq, tokens=prompt)
             manager.commit(seq)
-
-    def back(self, growth: int = 0) -> None:
-        """Every sequence as it began, ``growth`` slots ahead of its known tokens."""
-        for seq, length in zip(self.seqs, self.lengths, strict=True):
-            self.manager.truncate(seq, length)
-            if growth:
-                self.manager.append_slots(seq, growth)
+            if self.ahead:
+                manager.append_slots(seq, self.ahead)
+        if not self.in_python:
+            self.rows[:] = manager.rows(self.seqs)
         # Other tokens each time: those of the last run are findable still.
         self.tokens[:] = self.random.integers(VOCABULARY, size=self.tokens.shape)
 
@@ -514,135 +530,150 @@ def decoding_manager(count: int, tokens: int) -> Any:
     return sharing_manager(2 * count * (tokens // BLOCK_SIZE + 4), rows=count)
 
 
-def commits(tokens: int, steps: int, lengths: Sequence[int]) -> Mapping[str, Contender]:
+def commits(lengths: Sequence[int], steps: int) -> Mapping[str, Contender]:
     """``commit_batch`` alone, a row."""
-    manager = decoding_manager(DECODING, tokens)
-    decoding = Decoding(manager, lengths)
-    rows_of_all = manager.rows(decoding.seqs)
-    names = {"rows": rows_of_all, "steps": list(decoding.tokens[:steps])}
+    manager = decoding_manager(len(lengths), max(lengths))
+    decoding = Decoding(manager, lengths, ahead=steps)
+    names = {"rows": decoding.rows, "steps": list(decoding.tokens[:steps])}
     statement = "manager.commit_batch(rows, tokens)"
+    operations = len(lengths) * steps
     return {
         "kvcore": Contender(
             statement,
             "tokens in steps",
             {"manager": manager, **names},
-            operations=DECODING * steps,
-            prepare=partial(decoding.back, steps),
+            operations=operations,
+            prepare=decoding.begin,
             verify=partial(decoding.expect_known, steps),
         ),
         "no-op": Contender(
             statement,
             "tokens in steps",
             {"manager": load("floor").Floor(), **names},
-            operations=DECODING * steps,
+            operations=operations,
         ),
     }
 
 
-def append_and_commit() -> Mapping[str, Contender]:
-    """The token of a step: its slots, then its ids; a row, without sharing and with it."""
-    contenders = {}
-    lengths = phases(DECODING, 480)
-    out = np.empty(DECODING, np.int64)
-    manager = decoding_manager(DECODING, 480)
+def append_and_commit(lengths: Sequence[int]) -> Mapping[str, Contender]:
+    """The token of a step: its slots, then its ids; a row, without sharing beside it."""
+    count = len(lengths)
+    out = np.empty(count, np.int64)
+    manager = decoding_manager(count, max(lengths))
     decoding = Decoding(manager, lengths)
-    off = BlockManager(manager.num_blocks, BLOCK_SIZE, rows=DECODING)
+    off = BlockManager(manager.num_blocks, BLOCK_SIZE, rows=count)
     set_free_order(off, shuffled(off.num_blocks))
     for seq, length in zip(decoding.seqs, lengths, strict=True):
         off.allocate(seq, length)
 
-    def back() -> None:
+    def truncate() -> None:
         for seq, length in zip(decoding.seqs, lengths, strict=True):
             off.truncate(seq, length)
 
-    names = {"out": out, "steps": list(decoding.tokens)}
-    operations = DECODING * STEPS
-    contenders["kvcore"] = Contender(
-        "manager.append_batch(rows, out); manager.commit_batch(rows, tokens)",
-        "tokens in steps",
-        {"manager": manager, "rows": manager.rows(decoding.seqs), **names},
-        operations=operations,
-        prepare=decoding.back,
-        verify=partial(decoding.expect_known, STEPS),
-    )
-    contenders["sharing off"] = Contender(
-        "manager.append_batch(rows, out)",
-        "tokens in steps",
-        {"manager": off, "rows": off.rows(decoding.seqs), **names},
-        operations=operations,
-        prepare=back,
-    )
     reference = ReferencePrefixManager(manager.num_blocks, BLOCK_SIZE)
     in_python = Decoding(reference, lengths)
-    slots = [0] * DECODING
     ids: list[list[int]] = [[] for _ in range(STEPS)]
 
-    def back_in_python() -> None:
-        in_python.back()
+    def begin_in_python() -> None:
+        in_python.begin()
         ids[:] = in_python.tokens.tolist()
 
-    contenders["reference"] = Contender(
-        "manager.append_batch(seqs, out); manager.commit_batch(seqs, tokens)",
-        "tokens in steps",
-        {"manager": reference, "seqs": in_python.seqs, "out": slots, "steps": ids},
-        operations=operations,
-        prepare=back_in_python,
-    )
-    return contenders
+    names = {"out": out, "steps": list(decoding.tokens)}
+    operations = count * STEPS
+    return {
+        "kvcore": Contender(
+            "manager.append_batch(rows, out); manager.commit_batch(rows, tokens)",
+            "tokens in steps",
+            {"manager": manager, "rows": decoding.rows, **names},
+            operations=operations,
+            prepare=decoding.begin,
+            verify=partial(decoding.expect_known, STEPS),
+        ),
+        "sharing off": Contender(
+            "manager.append_batch(rows, out)",
+            "tokens in steps",
+            {"manager": off, "rows": off.rows(decoding.seqs), **names},
+            operations=operations,
+            prepare=truncate,
+        ),
+        "reference": Contender(
+            "manager.append_batch(seqs, out); manager.commit_batch(seqs, tokens)",
+            "tokens in steps",
+            {"manager": reference, "seqs": in_python.seqs, "out": [0] * count, "steps": ids},
+            operations=operations,
+            prepare=begin_in_python,
+        ),
+    }
+
+
+class Running:
+    """A scheduler that runs sequences whose tokens are known, or only counted."""
+
+    def __init__(self, manager: Any, lengths: Sequence[int], sharing: bool) -> None:
+        self.manager = manager
+        self.scheduler: Any = Scheduler(manager)
+        self.sharing = sharing
+        self.lengths = lengths
+        prompts = [drawn(length, seed=100 + i) for i, length in enumerate(lengths)]
+        self.prompts = [manager.prompt(prompt) for prompt in prompts] if sharing else []
+        self.tokens = drawn((STEPS, len(lengths)), seed=2)
+
+    def begin(self) -> None:
+        """All anew, after the step that admits them and decodes their first token."""
+        for seq in list(self.scheduler.running):
+            self.scheduler.finish(seq)
+        for i, length in enumerate(self.lengths):
+            if self.sharing:
+                self.scheduler.add(10_000 + i, tokens=self.prompts[i])
+            else:
+                self.scheduler.add(10_000 + i, length)
+        step = self.scheduler.step()
+        if len(step) != len(self.lengths):
+            raise AssertionError("not every sequence was admitted")
+        if self.sharing:
+            self.tokens[:] = (self.tokens + 7) % VOCABULARY
+            self.manager.commit_batch(step.rows, self.tokens[0])
 
 
 def steps_with_sharing(count: int) -> Mapping[str, Contender]:
     """``Scheduler.step`` and the commit of what it decoded; without sharing beside it."""
     contenders = {}
     lengths = phases(count, 480)
-    seqs: list[Hashable] = [10_000 + i for i in range(count)]
-    ids = list(drawn((STEPS, count), seed=2))
-    for name in ("kvcore", "sharing off"):
-        on = name == "kvcore"
-        blocks = 2 * count * (480 // BLOCK_SIZE + 4)
-        manager = sharing_manager(blocks, rows=count) if on else BlockManager(blocks, BLOCK_SIZE)
-        scheduler: Any = Scheduler(manager)
-        for i, (seq, length) in enumerate(zip(seqs, lengths, strict=True)):
-            if on:
-                scheduler.add(seq, tokens=drawn(length, seed=100 + i))
-            else:
-                scheduler.add(seq, length)
-        if len(scheduler.step()) != count:
-            raise AssertionError("not every sequence was admitted")
-        for seq in seqs if on else ():
-            manager.commit(seq, (1,))
-        back = partial(truncated, manager, seqs, lengths, ids if on else [])
-        statement = "manager.commit_batch(scheduler.step().rows, tokens)"
+    blocks = 2 * count * (480 // BLOCK_SIZE + 4)
+    for name, sharing, statement in (
+        ("kvcore", True, "manager.commit_batch(scheduler.step().rows, tokens)"),
+        ("sharing off", False, "scheduler.step()"),
+    ):
+        manager = (
+            sharing_manager(blocks, rows=count)
+            if sharing
+            else BlockManager(blocks, BLOCK_SIZE, rows=count)
+        )
+        running = Running(manager, lengths, sharing)
         contenders[name] = Contender(
-            statement if on else "scheduler.step()",
+            statement,
             "tokens in steps",
-            {"manager": manager, "scheduler": scheduler, "steps": ids},
+            {
+                "manager": manager,
+                "scheduler": running.scheduler,
+                "steps": list(running.tokens),
+            },
             operations=STEPS,
-            prepare=back,
+            prepare=running.begin,
             verify=manager.check,
         )
     reference = ReferencePrefixManager(blocks, BLOCK_SIZE)
-    in_python = Decoding(reference, [length + 1 for length in lengths])
-    plain = ReferenceScheduler(reference)
+    in_python = Decoding(reference, lengths)
+    plain: Any = ReferenceScheduler(reference)
     plain.running.extend(in_python.seqs)
     contenders["reference"] = Contender(
         "manager.commit_batch(scheduler.step(), tokens)",
         "tokens in steps",
-        {"manager": reference, "scheduler": plain, "steps": [row.tolist() for row in ids]},
+        {"manager": reference, "scheduler": plain, "steps": in_python.tokens.tolist()},
         operations=STEPS,
-        prepare=in_python.back,
+        prepare=in_python.begin,
     )
     return contenders
-
-
-def truncated(
-    manager: Any, seqs: Sequence[Hashable], lengths: Sequence[int], ids: Sequence[Tokens]
-) -> None:
-    """Every sequence as it was after its first step; other tokens to decode."""
-    for seq, length in zip(seqs, lengths, strict=True):
-        manager.truncate(seq, length + 1)
-    for tokens in ids:
-        tokens[:] = (tokens + 7) % VOCABULARY
 
 
 # ------------------------------------------------------------ rows
@@ -667,15 +698,14 @@ def rows() -> Iterator[Row]:
     yield Row("match 8,192 tokens, nothing cached", misses)
     yield Row("prompt: hash 8,192 tokens and keep it", hashes)
     yield Row("commit of a prompt, a block", partial(publishes, True), PUBLISH_TARGET)
-    yield Row("commit with its tokens, a block", partial(publishes, False), PUBLISH_TARGET)
+    yield Row("commit with its tokens, a block", partial(publishes, False))
+    mixed = phases(DECODING, 480)
     boundary = [480 + BLOCK_SIZE - 1] * DECODING
     yield Row(
-        "commit_batch of 256, each fills a block",
-        partial(commits, 480, 1, boundary),
-        PUBLISH_TARGET,
+        "commit_batch of 256, each fills a block", partial(commits, boundary, 1), PUBLISH_TARGET
     )
-    yield Row("commit_batch of 256, a row", partial(commits, 480, STEPS, phases(DECODING, 480)))
-    yield Row("append_batch + commit_batch of 256, a row", append_and_commit)
+    yield Row("commit_batch of 256, a row", partial(commits, mixed, STEPS))
+    yield Row("append_batch + commit_batch of 256, a row", partial(append_and_commit, mixed))
     questions: tuple[tuple[str, Callable[[int], Mapping[str, Contender]]], ...] = (
         ("allocate, all blocks idle hits", revives),
         ("free, all blocks findable", releases),
@@ -686,18 +716,17 @@ def rows() -> Iterator[Row]:
         yield Row(f"{what}, 10^6, a block", partial(build, LARGE), BLOCK_TARGET_LARGE)
     yield Row("allocate 512 hits, hashes kept, and free", hits_and_frees)
     small, large = 16 * EVICTED, 1_600 * EVICTED
-    yield Row(
-        "evict 10,000 tokens of 25 prompts, 10^4",
-        partial(evictions, small, 25, others=True),
-        EVICT_TARGET,
-    )
-    yield Row(
-        "evict 10,000 tokens of 1 prompt, 10^4",
-        partial(evictions, small, 1, others=True),
-        EVICT_TARGET,
-    )
-    yield Row("evict 10,000 tokens of 25 prompts, 10^6", partial(evictions, large, 25))
-    for policy in ("SegmentedLRU", "RetentionPriority"):
-        yield Row(f"the same, 10^4, {policy}", partial(evictions, small, 25, policy), EVICT_TARGET)
-        yield Row(f"the same, 10^6, {policy}", partial(evictions, large, 25, policy))
+    for policy in ("LRU", "SegmentedLRU", "RetentionPriority"):
+        yield Row(
+            f"evict 10,000 tokens, 10^4, {policy}",
+            partial(evictions, small, 25, policy),
+            EVICT_TARGET,
+        )
+        yield Row(f"evict 10,000 tokens, 10^6, {policy}", partial(evictions, large, 25, policy))
+    # Beside programs that sweep the processor's caches in between.
+    for prompts, name in ((25, "25 prompts"), (1, "1 prompt")):
+        yield Row(
+            f"evict 10,000 tokens of {name}, cold, 10^4",
+            partial(evictions, small, prompts, others=True),
+        )
     yield Row("Scheduler.step + commit_batch, 256 running", partial(steps_with_sharing, 256))
