@@ -16,32 +16,59 @@ cdef extern from *:
     #include <intrin.h>
     static __inline unsigned __int64 kvcore_multiply_61(unsigned __int64 a, unsigned __int64 b)
     {
-        unsigned __int64 high, low, sum;
+        unsigned __int64 high, low;
     #if defined(_M_ARM64)
         low = a * b;
         high = __umulh(a, b);
     #else
         low = _umul128(a, b, &high);
     #endif
-        sum = (low & 0x1FFFFFFFFFFFFFFFULL) + ((high << 3) | (low >> 61));
-        return (sum & 0x1FFFFFFFFFFFFFFFULL) + (sum >> 61);
+        return (low & 0x1FFFFFFFFFFFFFFFULL) + ((high << 3) | (low >> 61));
     }
     #else
     static inline unsigned long long kvcore_multiply_61(unsigned long long a, unsigned long long b)
     {
         unsigned __int128 product = (unsigned __int128)a * b;
-        unsigned long long sum = ((unsigned long long)product & 0x1FFFFFFFFFFFFFFFULL)
+        return ((unsigned long long)product & 0x1FFFFFFFFFFFFFFFULL)
             + (unsigned long long)(product >> 61);
-        return (sum & 0x1FFFFFFFFFFFFFFFULL) + (sum >> 61);
     }
     #endif
+
+    #if defined(__SSE2__) || defined(_M_X64)
+    #include <emmintrin.h>
+    #endif
+    /* Sums (a + a's word) * (b + b's word) over the pairs (a, b) of tokens; count is even. */
+    static inline unsigned long long kvcore_nh(
+        const int *tokens, const unsigned int *words, int count)
+    {
+        unsigned long long total = 0;
+        int i = 0;
+    #if defined(__SSE2__) || defined(_M_X64)
+        __m128i sum = _mm_setzero_si128();
+        unsigned long long lanes[2];
+        for (; i + 4 <= count; i += 4) {
+            __m128i shifted = _mm_add_epi32(
+                _mm_loadu_si128((const __m128i *)(tokens + i)),
+                _mm_loadu_si128((const __m128i *)(words + i)));
+            sum = _mm_add_epi64(sum, _mm_mul_epu32(shifted, _mm_srli_epi64(shifted, 32)));
+        }
+        _mm_storeu_si128((__m128i *)lanes, sum);
+        total = lanes[0] + lanes[1];
+    #endif
+        for (; i < count; i += 2)
+            total += (unsigned long long)((unsigned int)tokens[i] + words[i])
+                * ((unsigned int)tokens[i + 1] + words[i + 1]);
+        return total;
+    }
     """
-    # Their product modulo 2**61 - 1, reduced to below 2**61 + 4.
-    # Needs: the product is below 2**125.
+    uint64_t pair_products "kvcore_nh"(
+        const int32_t *tokens, const uint32_t *words, int32_t count
+    ) noexcept nogil
+    # Their product modulo 2**61 - 1, folded once: below 2**63 if a < 2**63 and b < 2**60.
     uint64_t multiply_61 "kvcore_multiply_61"(uint64_t a, uint64_t b) noexcept nogil
 
 cdef enum:
-    HASH_BITS = 61
+    HASH_BITS = 63
 
 # Set in every hash, so that 0 can stand for "not computed yet".
 cdef extern from *:
@@ -54,7 +81,7 @@ cdef extern from *:
 
 
 cdef struct hash_key_t:
-    uint64_t point   # below 2**61
+    uint64_t point   # below 2**60
     uint64_t mask    # of the bits that a hash may have
     int32_t block_size
     uint32_t *words  # a secret word for each token of a block, and one more
@@ -69,17 +96,16 @@ cdef inline uint64_t hash_block(
     for what else the block's identity holds. One multiplication for each two tokens; only
     the last one waits for the block before.
     """
-    cdef const uint32_t *word = key.words
-    cdef int32_t pairs = key.block_size // 2
-    cdef uint64_t total = tweak
-    cdef int32_t i
-    for i in range(pairs):
+    cdef int32_t last = key.block_size - 1
+    cdef uint64_t total
+    if key.block_size == 16:
+        total = tweak + pair_products(tokens, key.words, 16)  # of constant length
+    else:
+        total = tweak + pair_products(tokens, key.words, key.block_size & ~1)
+    if not last & 1:
         total += (
-            <uint64_t>(<uint32_t>(<uint32_t>tokens[2 * i] + word[2 * i]))
-            * <uint32_t>(<uint32_t>tokens[2 * i + 1] + word[2 * i + 1])
+            <uint64_t>(<uint32_t>(<uint32_t>tokens[last] + key.words[last]))
+            * key.words[last + 1]
         )
-    if key.block_size & 1:
-        i = key.block_size - 1
-        total += <uint64_t>(<uint32_t>(<uint32_t>tokens[i] + word[i])) * word[i + 1]
     total = (total & LOW_61_BITS) + (total >> 61)
     return (multiply_61((previous & ~COMPUTED) + total, key.point) & key.mask) | COMPUTED

@@ -11,6 +11,69 @@ from kvcore._arguments cimport integer
 cdef enum:
     MAX_TOKEN = 2147483647  # 2**31 - 1
 
+cdef extern from *:
+    """
+    #include <stdint.h>
+    #if defined(__SSE2__) || defined(_M_X64)
+    #include <emmintrin.h>
+    #define KVCORE_SSE2 1
+    #endif
+    /* Both copy and return the bits that are set in any token, so that one look at the
+       result tells whether all were in range: that is what lets them use vectors. */
+    static inline int32_t kvcore_copy_tokens(
+        int32_t *out, const int32_t *tokens, Py_ssize_t count)
+    {
+        int32_t bits = 0;
+        Py_ssize_t i = 0;
+    #ifdef KVCORE_SSE2
+        __m128i all = _mm_setzero_si128();
+        int32_t lanes[4];
+        for (; i + 4 <= count; i += 4) {
+            __m128i four = _mm_loadu_si128((const __m128i *)(tokens + i));
+            _mm_storeu_si128((__m128i *)(out + i), four);
+            all = _mm_or_si128(all, four);
+        }
+        _mm_storeu_si128((__m128i *)lanes, all);
+        bits = lanes[0] | lanes[1] | lanes[2] | lanes[3];
+    #endif
+        for (; i < count; i++) {
+            out[i] = tokens[i];
+            bits |= tokens[i];
+        }
+        return bits;
+    }
+    static inline int64_t kvcore_narrow_tokens(
+        int32_t *out, const int64_t *tokens, Py_ssize_t count)
+    {
+        int64_t bits = 0;
+        Py_ssize_t i = 0;
+    #ifdef KVCORE_SSE2
+        __m128i all = _mm_setzero_si128();
+        int64_t lanes[2];
+        for (; i + 4 <= count; i += 4) {
+            __m128i low = _mm_loadu_si128((const __m128i *)(tokens + i));
+            __m128i high = _mm_loadu_si128((const __m128i *)(tokens + i + 2));
+            _mm_storeu_si128((__m128i *)(out + i), _mm_castps_si128(_mm_shuffle_ps(
+                _mm_castsi128_ps(low), _mm_castsi128_ps(high), _MM_SHUFFLE(2, 0, 2, 0))));
+            all = _mm_or_si128(all, _mm_or_si128(low, high));
+        }
+        _mm_storeu_si128((__m128i *)lanes, all);
+        bits = lanes[0] | lanes[1];
+    #endif
+        for (; i < count; i++) {
+            out[i] = (int32_t)tokens[i];
+            bits |= tokens[i];
+        }
+        return bits;
+    }
+    """
+    int32_t copy_tokens "kvcore_copy_tokens"(
+        int32_t *out, const int32_t *tokens, Py_ssize_t count
+    ) noexcept nogil
+    int64_t narrow_tokens "kvcore_narrow_tokens"(
+        int32_t *out, const int64_t *tokens, Py_ssize_t count
+    ) noexcept nogil
+
 
 cdef inline object token_source(object tokens):
     """``tokens`` as something that read_tokens takes: a buffer, or a list of its own.
@@ -57,30 +120,22 @@ cdef inline int64_t copy_buffer(const Py_buffer *view, int32_t *out) noexcept no
     cdef const char *item = <const char *>view.buf
     cdef Py_ssize_t count = view.shape[0]
     cdef Py_ssize_t stride = view.strides[0]
-    cdef const int32_t *narrow = <const int32_t *>item
-    cdef const int64_t *wide = <const int64_t *>item
-    cdef uint32_t bits = 0
+    cdef int32_t bits = 0
     cdef int64_t wide_bits = 0
     cdef Py_ssize_t i
-    # In one pass over all, so that the compiler can use vectors: bad ones are looked for
-    # only when there are any.
-    if view.itemsize == 4 and stride == 4:
-        for i in range(count):
-            out[i] = narrow[i]
-            bits |= <uint32_t>narrow[i]
-    elif view.itemsize == 4:
-        for i in range(count):
-            out[i] = (<const int32_t *>(item + i * stride))[0]
-            bits |= <uint32_t>out[i]
-    elif stride == 8:
-        for i in range(count):
-            out[i] = <int32_t>wide[i]
-            wide_bits |= wide[i]
+    if stride == 4:
+        bits = copy_tokens(out, <const int32_t *>item, count)
+    elif stride == 8 and view.itemsize == 8:
+        wide_bits = narrow_tokens(out, <const int64_t *>item, count)
     else:
         for i in range(count):
-            out[i] = <int32_t>(<const int64_t *>(item + i * stride))[0]
-            wide_bits |= (<const int64_t *>(item + i * stride))[0]
-    if bits <= MAX_TOKEN and 0 <= wide_bits <= MAX_TOKEN:
+            if view.itemsize == 4:
+                out[i] = (<const int32_t *>(item + i * stride))[0]
+                bits |= out[i]
+            else:
+                out[i] = <int32_t>(<const int64_t *>(item + i * stride))[0]
+                wide_bits |= (<const int64_t *>(item + i * stride))[0]
+    if bits >= 0 and 0 <= wide_bits <= MAX_TOKEN:
         return -1
     for i in range(count):
         if view.itemsize == 4:

@@ -20,8 +20,8 @@
 # A block stands in the same column of every table that has it, and two tables that
 # agree in one column agree in all columns before it: blocks are shared by fork, reorder
 # and prefix hits, which share everything from column 0 on, and a cell changes only while
-# it is a table's last. With prefix caching they agree in content; a column before may be
-# another copy of it.
+# it is a table's last. With prefix caching they agree in content only: a column before may
+# hold another copy of it.
 #
 # The C interface is the functions at the end: cimport them for a loop of your own.
 # They check nothing and need the GIL, or whatever else keeps other threads away. It
@@ -110,6 +110,7 @@ cdef class BlockManager:
     cdef int out_of_blocks(self, int64_t needed, int64_t available) except -1
     cdef Prompt as_prompt(self, tokens, namespace, media)
     cdef int32_t length_of(self, n_tokens, tokens, Prompt prompt) except -1
+    cdef int64_t num_unpublished(self, const int32_t *rows, cnp.npy_intp count) noexcept
     cdef cnp.ndarray ids_to_commit(self, tokens)
     cdef int check_known(self, int32_t row, int32_t position, int32_t token) except -1
     cdef list blocks_pinned(self)

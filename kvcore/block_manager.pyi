@@ -90,6 +90,7 @@ class BlockManager:
         tokens: Any = None,
         namespace: Namespace | str | bytes | None = None,
         media: Sequence[Media] = (),
+        retention: Iterable[Retention] = (),
     ) -> AllocationPlan: ...
     def can_allocate(
         self,

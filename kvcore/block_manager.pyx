@@ -291,6 +291,16 @@ cdef inline int32_t blocks_to_append(
     return growth + (n_tokens > 0 and tail_is_shared(self, row))
 
 
+cdef int32_t common_columns(
+    const slab_t *slab, int32_t row, int32_t other, int32_t limit
+) noexcept nogil:
+    """How many leading cells of two rows are equal, at most ``limit``."""
+    cdef int32_t column = 0
+    while column < limit and table_of(slab, row)[column] == table_of(slab, other)[column]:
+        column += 1
+    return column
+
+
 cdef void know_less(
     BlockManager self, int32_t row, int32_t n_tokens, int32_t length
 ) noexcept nogil:
@@ -936,7 +946,9 @@ cdef class BlockManager:
             found = find_prefix(self, prompt, prompt.num_tokens, &idle)
             return <int64_t>found * self.slab.block_size
 
-    def plan_allocate(self, n_tokens=None, /, *, tokens=None, namespace=None, media=()):
+    def plan_allocate(
+        self, n_tokens=None, /, *, tokens=None, namespace=None, media=(), retention=()
+    ):
         """The ``AllocationPlan`` of the ``allocate`` with these arguments. Changes nothing.
 
         O(tokens); O(1) without tokens. Only copies inside a block are not planned.
@@ -944,6 +956,8 @@ cdef class BlockManager:
         cdef Prompt prompt = self.as_prompt(tokens, namespace, media)
         cdef int32_t length = self.length_of(n_tokens, tokens, prompt)
         cdef int32_t found = 0, idle = 0, available
+        if retention:
+            as_retention(self, retention)
         with cython.critical_section(self.pool):
             if prompt is not None:
                 self.prefix.resolve_keys(prompt)
@@ -1318,7 +1332,7 @@ cdef class BlockManager:
             # its new length, and what is known of the parent; then the parents' cells
             # from there on, copied because a parent may be overwritten before its
             # children are written. Going back from the end may stop at the first common
-            # block: all before it agree.
+            # block: all before it agree. With prefix caching they only agree in content.
             plan = int32_zeros(7 * count)
             first = int32_data(plan)
             length = first + count
@@ -1327,8 +1341,11 @@ cdef class BlockManager:
                 length[i] = self.slab.lengths[source[i]]
                 held = blocks_for(&self.slab, self.slab.lengths[row[i]])
                 column = min(held, blocks_for(&self.slab, length[i]))
+                if self.contents != NULL:
+                    column = common_columns(&self.slab, row[i], source[i], column)
                 while (
-                    column > 0
+                    self.contents == NULL
+                    and column > 0
                     and table_of(&self.slab, row[i])[column - 1]
                     != table_of(&self.slab, source[i])[column - 1]
                 ):
@@ -1481,8 +1498,8 @@ cdef class BlockManager:
         if cnp.PyArray_SIZE(ids) != count:
             raise ValueError(f"tokens has {cnp.PyArray_SIZE(ids)} entries for {count} rows")
         with cython.critical_section(self.pool):
-            # Check with each row's known tokens counted up, so that one which is listed
-            # twice is checked at both places; then count down, and do it.
+            # Tokens beyond those that a row knows are anybody's to overwrite: if a later
+            # entry is refused, taking back what was counted up undoes it all.
             i = 0
             try:
                 for i in range(count):
@@ -1494,15 +1511,15 @@ cdef class BlockManager:
                             f"{self.known_tokens[row[i]]} tokens are known"
                         )
                     self.check_known(row[i], self.known_tokens[row[i]], token[i])
-                    self.known_tokens[row[i]] += 1
+                    write_token(self, row[i], token[i])
                 i = count
                 if self.merge_duplicates:
-                    self.reserve_fence(count)
-            finally:
+                    self.reserve_fence(self.num_unpublished(row, count))
+            except BaseException:
                 for j in range(i):
                     self.known_tokens[row[j]] -= 1
+                raise
             for i in range(count):
-                write_token(self, row[i], token[i])
                 before = self.published_blocks[row[i]]
                 if before != CLOSED and full_blocks(&self.slab, self.known_tokens[row[i]]) > before:
                     published += publish_settled(self, row[i], self.known_tokens[row[i]])
@@ -1511,6 +1528,17 @@ cdef class BlockManager:
                             row[i], max(before, 0), self.published_blocks[row[i]]
                         )
             return published
+
+    cdef int64_t num_unpublished(self, const int32_t *rows, cnp.npy_intp count) noexcept:
+        """Full known blocks that the rows have not published, some counted more than once."""
+        cdef int64_t total = 0
+        cdef cnp.npy_intp i
+        for i in range(count):
+            total += max(
+                0, full_blocks(&self.slab, self.known_tokens[rows[i]])
+                - max(self.published_blocks[rows[i]], 0),
+            )
+        return total
 
     cdef cnp.ndarray ids_to_commit(self, tokens):
         """``tokens`` as an int32 array, checked."""
@@ -1991,10 +2019,12 @@ cdef class BlockManager:
     def gauges(self):
         """One consistent snapshot of how full the pool is. O(num_blocks + sequences)."""
         cdef int32_t shared = 0, pinned = 0, block, row
-        cdef int64_t tokens = 0, logical = 0, fenced = 0, free, evictable, sequences, cached
+        cdef int64_t tokens = 0, logical = 0, fenced = 0, free, evictable, sequences
+        cdef int64_t cached = 0
         with cython.critical_section(self.pool):
             free, evictable = self.blocks.num_free, self.blocks.num_evictable
-            cached = 0 if self.contents == NULL else self.contents.num_identities
+            if self.pool.prefix_index is not None:
+                cached = (<PrefixIndex>self.pool.prefix_index).state.num_identities
             sequences, fenced = len(self.rows_by_seq), self.num_fenced
             for block in range(self.blocks.num_blocks):
                 shared += self.blocks.ref[block] > 1

@@ -72,6 +72,7 @@ cdef void lose_segment(void *state, int32_t block) noexcept nogil:
     (<segments_t *>state).was_hit[block] = False
 
 
+@cython.no_gc_clear
 cdef class SegmentedLRU(EvictionPolicy):
     """Blocks that were hit outlive those that never were, as long as they are few.
 
@@ -120,7 +121,7 @@ cdef class SegmentedLRU(EvictionPolicy):
         return f"SegmentedLRU(protected={self.protected})"
 
     cdef int check(self) except -1:
-        cdef const pool_t *pool = &self.pool.state
+        cdef const pool_t *pool = &self.attached_to().state
         cdef int64_t counted = 0
         cdef int32_t block, level
         for level in range(2 if pool.next != NULL else 0):
@@ -225,6 +226,7 @@ cdef void lose_priority(void *state, int32_t block) noexcept nogil:
     retention.durations[block] = -1.0
 
 
+@cython.no_gc_clear
 cdef class RetentionPriority(EvictionPolicy):
     """Blocks go by priority, the lowest first; within one, least recently released first.
 
@@ -294,9 +296,8 @@ cdef class RetentionPriority(EvictionPolicy):
         """
         cdef double time = now
         cdef int32_t block, count = 0
-        if self.pool is None:
-            raise ValueError("the policy serves no pool yet")
-        with cython.critical_section(self.pool):
+        cdef BlockPool pool = self.attached_to()
+        with cython.critical_section(pool):
             if not time >= self.state.now:
                 raise ValueError(f"now is {now!r}, but it was {self.state.now} before")
             self.state.now = time
@@ -304,13 +305,13 @@ cdef class RetentionPriority(EvictionPolicy):
                 block = self.state.heap[0]
                 stop_timer(&self.state, block)
                 lose_priority(&self.state, block)
-                unlink(&self.pool.state, block)
-                link_last(&self.pool.state, block, self.state.default_priority)
+                unlink(&pool.state, block)
+                link_last(&pool.state, block, self.state.default_priority)
                 count += 1
         return count
 
     cdef int check(self) except -1:
-        cdef const pool_t *pool = &self.pool.state
+        cdef const pool_t *pool = &self.attached_to().state
         cdef int32_t block, level, place, timed = 0
         for level in range(self.num_levels if pool.next != NULL else 0):
             block = first_of(pool, level)

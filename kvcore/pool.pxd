@@ -72,8 +72,9 @@ cdef class BlockPool
 cdef class EvictionPolicy:
     cdef eviction_t functions
     cdef int32_t num_levels
-    cdef BlockPool pool  # None before it is attached
+    cdef object pool  # a weak reference, since the pool has the policy; None before attach
 
+    cdef BlockPool attached_to(self)
     cdef int attach(self, BlockPool pool) except -1
     cdef int check(self) except -1
 
@@ -86,6 +87,7 @@ cdef class BlockPool:
     cdef list holders  # weak references to the managers on this pool
     cdef readonly EvictionPolicy eviction
     cdef object prefix_index
+    cdef object __weakref__
 
     cdef int allocate_links(self) except -1
     cdef int allocate_pins(self) except -1

@@ -4,6 +4,8 @@ cimport cython
 cimport numpy as cnp
 from libc.stdint cimport int32_t
 
+from weakref import ref as weak_reference
+
 import numpy as np
 
 from kvcore._arguments cimport integer, items
@@ -20,6 +22,7 @@ cdef enum:
     MAX_BLOCKS = 2147483647 - MAX_LEVELS  # the idle lists' sentinels are the ids after the last
 
 
+@cython.no_gc_clear  # the pool calls it as long as it has blocks to give back
 cdef class EvictionPolicy:
     """Decides in which order evictable blocks go: the base of those in ``kvcore.eviction``.
 
@@ -36,9 +39,16 @@ cdef class EvictionPolicy:
         """Make its state for a pool, whose size is known. Extended by subclasses."""
         if self.pool is not None:
             raise ValueError(f"eviction {self!r} serves another pool already")
-        self.pool = pool
+        self.pool = weak_reference(pool)
         self.num_levels = max(self.num_levels, 1)
         return 0
+
+    cdef BlockPool attached_to(self):
+        """The pool that it serves, or a ValueError."""
+        pool = None if self.pool is None else self.pool()
+        if pool is None:
+            raise ValueError(f"{self!r} serves no pool")
+        return pool
 
     cdef int check(self) except -1:
         """For ``BlockPool.check``: verify its state, or raise ``InvariantError``."""

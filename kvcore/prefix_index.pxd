@@ -59,6 +59,7 @@ cdef struct siblings_t:
 
 cdef struct index_t:
     pool_t *blocks
+    int32_t num_blocks
     int32_t block_size
     int64_t stride
     record_t *records
@@ -86,7 +87,7 @@ cdef struct index_t:
 
 
 cdef class PrefixIndex:
-    cdef readonly BlockPool pool
+    cdef object pool_reference  # weak, since the pool has the index
     cdef readonly int64_t epoch
     cdef index_t state
     cdef tuple arrays, key_arrays, log_arrays, sibling_arrays
@@ -94,7 +95,12 @@ cdef class PrefixIndex:
     cdef dict numbers_by_key
     cdef list keys_by_number
     cdef list free_numbers
+    cdef void *spare_memory
+    cdef int64_t num_spare_bytes
 
+    cdef void *take_memory(self, int64_t *num_bytes) noexcept
+    cdef void give_memory(self, void *memory, int64_t num_bytes) noexcept
+    cdef BlockPool alive_pool(self)
     cdef int reserve_keys(self, cnp.npy_intp count) except -1
     cdef int drop_idle_keys(self) except -1
     cdef int32_t intern(self, bytes key) except -1
@@ -110,6 +116,7 @@ cdef class PrefixIndex:
 cdef class Prompt:
     cdef readonly PrefixIndex index
     cdef void *memory             # what the pointers show
+    cdef int64_t num_bytes
     cdef int32_t num_tokens
     cdef int32_t num_full         # full blocks
     cdef int32_t *tokens

@@ -14,12 +14,13 @@ from libc.string cimport memcmp, memcpy
 
 from os import urandom
 from typing import NamedTuple
+from weakref import ref as weak_reference
 
 from kvcore._arguments cimport integer
 from kvcore._arrays cimport (
-    aligned_zeros, int32_data, int32_zeros, int64_data, int64_zeros,
+    aligned_zeros, int32_data, int32_zeros, int64_data, int64_zeros, prefer_large_pages,
 )
-from kvcore._index_hash cimport COMPUTED, HASH_BITS, LOW_61_BITS, hash_block
+from kvcore._index_hash cimport COMPUTED, HASH_BITS, LOW_61_BITS, hash_block, hash_key_t
 from kvcore._token_input cimport bad_token, copy_buffer, copy_list, open_buffer, token_source
 from kvcore.pool cimport (
     KEPT, UNMARKED, BlockPool, first_of, is_evictable, lose_content, push_free, unlink_evictable,
@@ -46,7 +47,8 @@ cdef extern from *:
 cdef enum:
     MAX_TOKENS = 2147483647
     MAX_BLOCK_SIZE = 1048576
-    GROUP = 64           # blocks that a walk looks for at a time, to overlap their misses
+    GROUP = 16           # blocks between finding a candidate and comparing it
+    MAX_SPARE = 1048576  # bytes kept for the next prompt: 190,000 tokens in blocks of 16
     LONG_PROMPT = 4096   # tokens that are worth giving up the GIL for
     MOST_SIBLINGS = 256  # that a search for a hit inside a block looks at
 
@@ -353,6 +355,7 @@ cdef class PrefixIndex:
         while num_buckets < 2 * num_blocks:
             num_buckets *= 2
         index.blocks = &pool.state
+        index.num_blocks = pool.state.num_blocks
         index.block_size = size
         index.stride = size
         num_cells = num_blocks * size
@@ -363,6 +366,8 @@ cdef class PrefixIndex:
         cdef cnp.ndarray before = int32_zeros(num_blocks)
         cdef cnp.ndarray buckets = int32_zeros(num_buckets)
         cdef cnp.ndarray words = int32_zeros(size + 1)
+        for array in (records, tokens, before, buckets):
+            prefer_large_pages(array)
         secret = urandom(8 + 4 * (size + 1))
         memcpy(&index.hash_key.point, <const char *>secret, 8)
         memcpy(int32_data(words), <const char *>secret + 8, 4 * (size + 1))
@@ -386,11 +391,41 @@ cdef class PrefixIndex:
         self.key_capacity = 0
         self.reserve_keys(1)
         pool.allocate_links()
-        self.pool = pool
+        self.pool_reference = weak_reference(pool)
         # From here on the pool knows it.
         pool.prefix_index = self
         pool.state.index = index
         pool.state.lose = lose_identity
+
+    def __dealloc__(self):
+        PyMem_RawFree(self.spare_memory)
+
+    # ------------------------------------------------------------ memory of prompts
+
+    cdef void *take_memory(self, int64_t *num_bytes) noexcept:
+        """Memory for a prompt: the spare one if it is large enough, else new.
+
+        Most prompts live for one call. Without the spare, the allocator may give pages
+        back to the system after each of them and fetch them for the next, which costs
+        more than the match.
+        """
+        cdef void *memory
+        with cython.critical_section(self):
+            memory = self.spare_memory
+            if memory != NULL and self.num_spare_bytes >= num_bytes[0]:
+                num_bytes[0] = self.num_spare_bytes
+                self.spare_memory = NULL
+                return memory
+        return PyMem_RawMalloc(num_bytes[0])
+
+    cdef void give_memory(self, void *memory, int64_t num_bytes) noexcept:
+        with cython.critical_section(self):
+            if num_bytes <= MAX_SPARE and (
+                self.spare_memory == NULL or self.num_spare_bytes < num_bytes
+            ):
+                memory, self.spare_memory = self.spare_memory, memory
+                self.num_spare_bytes = num_bytes
+        PyMem_RawFree(memory)
 
     # ------------------------------------------------------------ keys
 
@@ -479,16 +514,16 @@ cdef class PrefixIndex:
 
         ``prompt.blocks`` and ``prompt.uids`` tell which. What the last walk found is
         tried first: a block whose uid is unchanged holds the content that it held then.
-        The rest is looked up, GROUP blocks at a time, so that the cache misses of a group
-        overlap: buckets, then records and tokens, then the comparison in order.
+        The rest is looked up, candidates one or two groups ahead of their comparison, so
+        that cache misses overlap; hash_blocks has asked for the buckets.
         Needs: resolve_keys or intern_keys in this call.
         """
         cdef index_t *index = &self.state
-        cdef int32_t[GROUP] candidates
+        cdef int32_t[2 * GROUP] candidates
         cdef int32_t known = min(limit, prompt.num_found)
         cdef int32_t found = 0
         cdef int32_t next_key = 0
-        cdef int32_t group, i, key, block
+        cdef int32_t ahead, stop, key, block
         cdef int64_t parent
         while found < known and index.records[prompt.blocks[found]].uid == prompt.uids[found]:
             found += 1
@@ -497,26 +532,26 @@ cdef class PrefixIndex:
         parent = prompt.uids[found - 1] if found else 0
         while next_key < prompt.num_keys and prompt.key_columns[next_key] < found:
             next_key += 1
+        ahead = found
         while found < limit:
-            group = min(GROUP, limit - found)
-            for i in range(group):
-                prefetch(&index.buckets[prompt.hashes[found + i] & index.bucket_mask])
-            for i in range(group):
-                block = index.buckets[prompt.hashes[found + i] & index.bucket_mask]
+            stop = min(limit, found + 2 * GROUP)
+            while ahead < stop:
+                block = index.buckets[prompt.hashes[ahead] & index.bucket_mask]
                 if block == NOWHERE:
-                    limit = found + i
+                    limit = ahead
                     break
-                candidates[i] = block
+                candidates[ahead % (2 * GROUP)] = block
                 prefetch(&index.records[block])
                 prefetch(tokens_of(index, block))
-            group = min(group, limit - found)
-            for i in range(group):
+                ahead += 1
+            stop = min(limit, found + GROUP)
+            while found < stop:
                 key = 0
                 if next_key < prompt.num_keys and prompt.key_columns[next_key] == found:
                     key = prompt.key_numbers[next_key]
                     next_key += 1
                 block = find_from(
-                    index, candidates[i], prompt.hashes[found],
+                    index, candidates[found % (2 * GROUP)], prompt.hashes[found],
                     prompt.tokens + <int64_t>found * index.block_size, key, parent,
                 )
                 if block == NOWHERE:
@@ -628,6 +663,17 @@ cdef class PrefixIndex:
 
     # ------------------------------------------------------------ reading
 
+    cdef BlockPool alive_pool(self):
+        pool = self.pool_reference()
+        if pool is None:
+            raise ReferenceError("the pool of this prefix index is gone")
+        return pool
+
+    @property
+    def pool(self):
+        """The pool whose blocks it knows. ``ReferenceError`` once that is gone."""
+        return self.alive_pool()
+
     @property
     def block_size(self):
         return self.state.block_size
@@ -656,11 +702,12 @@ cdef class PrefixIndex:
 
     def identity(self, block, /):
         """The ``Identity`` of a block, or None. ``ValueError``: out of range."""
-        cdef int32_t b = integer(block, "block", 0, self.state.blocks.num_blocks - 1)
+        cdef BlockPool pool = self.alive_pool()
+        cdef int32_t b = integer(block, "block", 0, self.state.num_blocks - 1)
         cdef record_t record
         cdef cnp.npy_intp size = self.state.block_size
         cdef cnp.ndarray tokens = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
-        with cython.critical_section(self.pool):
+        with cython.critical_section(pool):
             record = self.state.records[b]
             if record.uid == 0:
                 return None
@@ -670,17 +717,18 @@ cdef class PrefixIndex:
 
     def uids(self):
         """The uid of each block's content, 0 without identity: a copy, int64."""
-        cdef cnp.npy_intp count = self.state.blocks.num_blocks
+        cdef BlockPool pool = self.alive_pool()
+        cdef cnp.npy_intp count = self.state.num_blocks
         cdef cnp.ndarray uids = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT64, 0)
         cdef cnp.npy_intp block
-        with cython.critical_section(self.pool):
+        with cython.critical_section(pool):
             for block in range(count):
                 int64_data(uids)[block] = self.state.records[block].uid
         return uids
 
     # ------------------------------------------------------------ the change log
 
-    def start_log(self, capacity=0, /):
+    def start_log(self, capacity=0):
         """Note all changes from now on, for ``drain``. The first drain tells what is here.
 
         Parameters
@@ -690,14 +738,15 @@ cdef class PrefixIndex:
             wait, they are dropped, and the next drain tells the whole index instead: so
             a log that nobody reads stays as small as this, and no reader is ever wrong.
         """
+        cdef BlockPool pool = self.alive_pool()
         cdef index_t *index = &self.state
         cdef int64_t entries = integer(capacity, "capacity", 0, MAX_TOKENS)
-        entries = entries or index.blocks.num_blocks
+        entries = entries or index.num_blocks
         cdef cnp.ndarray uids = int64_zeros(entries)
         cdef cnp.ndarray parents = int64_zeros(entries)
         cdef cnp.ndarray keys = int32_zeros(entries)
         cdef cnp.ndarray tokens = int32_zeros(entries * index.block_size)
-        with cython.critical_section(self.pool):
+        with cython.critical_section(pool):
             empty_log(index)
             self.log_arrays = (uids, parents, keys, tokens)
             index.log.uids = int64_data(uids)
@@ -709,7 +758,8 @@ cdef class PrefixIndex:
 
     def stop_log(self):
         """Note nothing more; what waits is dropped."""
-        with cython.critical_section(self.pool):
+        cdef BlockPool pool = self.alive_pool()
+        with cython.critical_section(pool):
             empty_log(&self.state)
             self.state.log.on = False
             self.log_arrays = None
@@ -724,6 +774,7 @@ cdef class PrefixIndex:
 
         ``RuntimeError`` when no log was started.
         """
+        cdef BlockPool pool = self.alive_pool()
         cdef index_t *index = &self.state
         cdef cnp.ndarray uids, parents, tokens
         cdef list keys, changes
@@ -734,7 +785,7 @@ cdef class PrefixIndex:
         # bring the garbage collector: copy first, then tell.
         if not index.log.on:
             raise RuntimeError("no log was started")
-        with cython.critical_section(self.pool):
+        with cython.critical_section(pool):
             whole = index.log.lost
             epoch = self.epoch
             count = index.num_identities if whole else index.log.count
@@ -845,7 +896,7 @@ cdef class PrefixIndex:
             references[record.key] += 1
         for i in range(index.log.count):
             references[index.log.keys[i]] += 1
-        for reference in self.pool.holders:
+        for reference in self.alive_pool().holders:
             holder = reference()
             if holder is not None:
                 holder._count_keys(references_array)
@@ -881,14 +932,16 @@ cdef class Prompt:
         self.cut_column = MAX_TOKENS
 
     def __dealloc__(self):
-        PyMem_RawFree(self.memory)
+        if self.index is not None:
+            self.index.give_memory(self.memory, self.num_bytes)
 
     cdef int allocate(self, int64_t num_tokens) except -1:
         cdef int64_t num_full = num_tokens // self.index.state.block_size
         cdef char *memory
         if num_tokens > MAX_TOKENS:
             raise ValueError(f"tokens must be at most {MAX_TOKENS}, got {num_tokens}")
-        memory = <char *>PyMem_RawMalloc(20 * num_full + 4 * num_tokens + 1)
+        self.num_bytes = 20 * num_full + 4 * num_tokens + 1
+        memory = <char *>self.index.take_memory(&self.num_bytes)
         if memory == NULL:
             raise MemoryError(f"a prompt of {num_tokens} tokens")
         self.memory = memory
@@ -923,18 +976,24 @@ cdef class Prompt:
         return 0
 
     cdef void hash_blocks(self) noexcept nogil:
-        cdef const index_t *index = &self.index.state
+        cdef hash_key_t key = self.index.state.hash_key  # a copy stays in registers
         cdef const int32_t *tokens = self.tokens
+        cdef uint64_t *hashes = self.hashes
+        cdef const int32_t *buckets = self.index.state.buckets
+        cdef uint64_t bucket_mask = self.index.state.bucket_mask
         cdef uint64_t previous = 0, tweak
-        cdef int32_t column, next_key = 0
+        cdef int32_t next_key = 0
+        cdef int32_t column, next_column = self.key_columns[0] if self.num_keys else -1
         for column in range(self.num_full):
             tweak = 0
-            if next_key < self.num_keys and self.key_columns[next_key] == column:
+            if column == next_column:
                 tweak = self.key_tweaks[next_key]
                 next_key += 1
-            previous = hash_block(&index.hash_key, previous, tokens, tweak)
-            self.hashes[column] = previous
-            tokens += index.block_size
+                next_column = self.key_columns[next_key] if next_key < self.num_keys else -1
+            previous = hash_block(&key, previous, tokens, tweak)
+            hashes[column] = previous
+            prefetch(&buckets[previous & bucket_mask])  # for the walk that follows
+            tokens += key.block_size
 
     def __len__(self):
         return self.num_tokens
