@@ -17,15 +17,16 @@ import pytest
 
 from kvcore.block_manager import BlockManager
 from kvcore.errors import InvariantError, KVCoreError
+from kvcore.identity import Media
 from kvcore.pool import BlockPool
+from kvcore.prefix_index import PrefixIndex
 
 
 def writable(view: np.ndarray) -> np.ndarray:
-    """The memory of a read-only array of int32, to write to."""
+    """The memory of a read-only array, to write to."""
     assert not view.flags.writeable
-    assert view.dtype == np.int32
-    pointer = ctypes.cast(view.ctypes.data, ctypes.POINTER(ctypes.c_int32))
-    return np.ctypeslib.as_array(pointer, shape=view.shape)
+    memory = (ctypes.c_char * view.nbytes).from_address(view.ctypes.data)
+    return np.frombuffer(memory, view.dtype).reshape(view.shape)
 
 
 def int32_arrays(holder: object, known: list[np.ndarray]) -> list[np.ndarray]:
@@ -79,8 +80,10 @@ class Corruptible:
         (links,) = [held for held in gc.get_referents(bm.pool) if isinstance(held, tuple)]
         self.after, self.before = map(writable, links)
         self.mirrored, self.spare, self.fenced = int32_arrays(bm, [bm.lengths])
-        (self.rows_by_seq,) = [held for held in gc.get_referents(bm) if isinstance(held, dict)]
         self.rows = {seq: bm.row(seq) for seq in bm}
+        (self.rows_by_seq,) = [
+            held for held in gc.get_referents(bm) if isinstance(held, dict) and held
+        ]
         self.assert_as_described()
 
     def assert_as_described(self) -> None:
@@ -102,10 +105,10 @@ class Corruptible:
         bm.check()
 
 
-def cell(name: str, *index: Any, value: int) -> Callable[[Corruptible], tuple[Any, Any, int]]:
+def cell(name: str, *index: Any, value: int) -> Callable[[Any], tuple[Any, Any, int]]:
     """Which array, where in it (rows by the name of their sequence), what to write."""
 
-    def locate(victim: Corruptible) -> tuple[Any, Any, int]:
+    def locate(victim: Any) -> tuple[Any, Any, int]:
         where = tuple(victim.rows.get(part, part) for part in index)
         return getattr(victim, name), where if len(where) > 1 else where[0], value
 
@@ -162,18 +165,26 @@ free_place = -1  # the last of the free list is the last of the ring here
         (cell("after", 8, value=-2), "I4", 8),
         (cell("after", 10, value=6), "I4", 6),
         (cell("after", 10, value=-1), "I4", -1),
-        (cell("after", 5, value=10), "I4", 10),
+        (cell("after", 5, value=10), "I4", None),
         (cell("after", 5, value=5), "I4", 5),
-        (cell("after", 6, value=5), "I4", None),
+        (cell("after", 6, value=5), "I4", 5),
         (cell("before", 6, value=10), "I4", 6),
         (cell("before", 10, value=5), "I4", None),
         (cell("after", 5, value=7), "I4", 7),
     ],
 )
 def test_each_kind_of_damage_is_named(
-    damage: Callable[[Corruptible], tuple[Any, Any, int]], invariant: str, block: int | None
+    damage: Callable[[Any], tuple[Any, Any, int]], invariant: str, block: int | None
 ) -> None:
-    victim = Corruptible()
+    assert_named(Corruptible(), damage, invariant, block)
+
+
+def assert_named(
+    victim: Any,
+    damage: Callable[[Any], tuple[Any, Any, int]],
+    invariant: str,
+    block: int | None,
+) -> None:
     array, where, value = damage(victim)
     absent = object()
     before = array.get(where, absent) if isinstance(array, dict) else array[where]
@@ -190,6 +201,163 @@ def test_each_kind_of_damage_is_named(
     else:
         array[where] = before
     victim.assert_as_described()
+
+
+class Sharing:
+    """A manager that shares prefixes, in the middle of its life.
+
+    ======= ==================== ================================================
+    block   state                because
+    ======= ==================== ================================================
+    0, 1    used, twice          "a", and "c" that hit them: content 1, 2
+    2       used                 the tail of "a"
+    3, 4    used                 "b", which computed the same: content 1, 2 again
+    5       used                 the tail of "b"
+    6, 7    evictable, 7 first   "d", which is gone: content 3, 4
+    9       used                 "c": content 5, after 2, with a picture
+    10      used                 the tail of "c"
+    8, 11 … free
+    ======= ==================== ================================================
+
+    With 0 bits of hash all contents are in bucket 0, as 9, 7, 6, 1, 4, 0, 3.
+    """
+
+    RECORD = np.dtype(
+        [
+            ("hash", np.uint64),
+            ("uid", np.int64),
+            ("parent", np.int64),
+            ("key", np.int32),
+            ("chain", np.int32),
+        ]
+    )
+
+    def __init__(self, hash_bits: int) -> None:
+        self.pool = pool = BlockPool(14)
+        self.index = index = PrefixIndex(pool, 4, hash_bits=hash_bits)
+        self.bm = bm = BlockManager(14, 4, pool=pool, prefix_caching=True, rows=6)
+        ten = list(range(10, 20))
+        for seq in ("a", "b"):
+            bm.allocate(seq, tokens=ten, namespace="salt")
+        for seq in ("a", "b"):
+            bm.commit(seq)
+        bm.allocate("d", tokens=range(9))
+        bm.commit("d")
+        bm.free_seq("d")
+        more = [*ten[:8], 30, 31, 32, 33, 34]
+        bm.allocate("c", tokens=more, namespace="salt", media=[Media(9, 11, b"picture")])
+        bm.commit("c")
+        self.rows = {seq: bm.row(seq) for seq in bm}
+        links, self.contents, self.keys = (
+            [writable(held) for held in group]
+            for holder in (pool, index)
+            for group in gc.get_referents(holder)
+            if isinstance(group, tuple)
+        )
+        self.marks = links[0]
+        records, self.tokens, self.filled, self.before, self.buckets, _ = self.contents
+        for name in self.RECORD.names or ():
+            setattr(self, name, records.view(self.RECORD)[name])
+        self.key_references = self.keys[0]
+        (by_row,) = [held for held in gc.get_referents(bm) if isinstance(held, tuple)]
+        self.known, self.published, self.eras, self.roots, self.cuts = map(writable, by_row)
+        self.keys_by_number = next(
+            held for held in gc.get_referents(index) if isinstance(held, list) and b"" in held
+        )
+        self.assert_as_described()
+
+    def assert_as_described(self) -> None:
+        bm = self.bm
+        assert [bm.tables[seq].tolist() for seq in "abc"] == [[0, 1, 2], [3, 4, 5], [0, 1, 9, 10]]
+        assert self.pool.evictable_blocks().tolist() == [7, 6]
+        assert self.index.uids().tolist() == [1, 2, 0, 1, 2, 0, 3, 4, 0, 5, 0, 0, 0, 0]
+        # The private arrays are what this test takes them for.
+        assert self.uid.tolist() == self.index.uids().tolist()
+        assert self.parent[[0, 1, 3, 4, 6, 7, 9]].tolist() == [0, 1, 0, 1, 0, 3, 2]
+        assert self.tokens.reshape(14, 4)[9].tolist() == [30, 31, 32, 33]
+        assert self.filled.tolist() == [4, 4, 2, 4, 4, 2, 4, 4, 1, 4, 1, 0, 0, 0]
+        assert self.key[[0, 3, 9]].tolist() == [1, 1, 2]
+        assert self.key_references[:3].tolist() == [0, 5, 1]
+        assert self.known[:3].tolist() == [10, 10, 13]
+        assert self.published[:3].tolist() == [2, 2, 3]
+        assert self.roots[:3].tolist() == [1, 1, 1]
+        bm.check()
+
+
+@pytest.mark.parametrize(
+    ("damage", "invariant", "block"),
+    [
+        # I5: a content stands in the bucket of its hash as long as a block holds it
+        (cell("buckets", 0, value=-1), "I5", None),
+        (cell("buckets", 0, value=14), "I5", 14),
+        (cell("buckets", 0, value=-2), "I5", -2),
+        (cell("buckets", 0, value=8), "I5", 8),
+        (cell("buckets", 0, value=7), "I5", 7),
+        (cell("chain", 3, value=9), "I5", 9),
+        (cell("chain", 3, value=3), "I5", 3),
+        (cell("chain", 4, value=-1), "I5", None),
+        (cell("chain", 0, value=8), "I5", 8),
+        (cell("before", 4, value=6), "I5", 4),
+        (cell("uid", 6, value=0), "I5", 6),
+        (cell("uid", 6, value=-1), "I5", 6),
+        (cell("uid", 6, value=6), "I5", 6),
+        (cell("uid", 6, value=4), "I5", 6),
+        (cell("uid", 10, value=5), "I5", 10),
+        (cell("uid", 11, value=3), "I5", 11),
+        (cell("hash", 6, value=0), "I5", 6),
+        (cell("parent", 6, value=3), "I5", 6),
+        (cell("parent", 6, value=-1), "I5", 6),
+        (cell("key", 3, value=0), "I5", 3),
+        (cell("key", 6, value=16), "I5", 6),
+        (cell("key", 6, value=-1), "I5", 6),
+        (cell("tokens", 3 * 4, value=99), "I5", 3),
+        (cell("filled", 8, value=5), "I5", 8),
+        (cell("filled", 8, value=-1), "I5", 8),
+        (cell("marks", 0, value=-1), "I5", 0),
+        # I6: what is published is full, and what its sequences say it is
+        (cell("filled", 6, value=3), "I6", 6),
+        (cell("filled", 0, value=3), "I6", 0),
+        (cell("filled", 2, value=1), "I6", 2),
+        (cell("uid", 9, value=0), "I6", 9),
+        (cell("uid", 3, value=2), "I6", 4),
+        (cell("parent", 9, value=1), "I6", 9),
+        (cell("known", "a", value=11), "I6", None),
+        (cell("known", "a", value=-1), "I6", None),
+        (cell("known", "c", value=11), "I6", None),
+        (cell("published", "a", value=3), "I6", None),
+        (cell("published", "a", value=-2), "I6", None),
+        # I11: a key is kept exactly as long as something refers to it
+        (cell("key", 6, value=2), "I11", None),
+        (cell("key", 8, value=1), "I11", None),
+        (cell("roots", "a", value=0), "I11", None),
+        (cell("key_references", 1, value=4), "I11", None),
+        (cell("key_references", 2, value=2), "I11", None),
+        (cell("keys_by_number", 2, value=None), "I11", None),
+    ],
+)
+def test_each_kind_of_damage_to_the_index_is_named(
+    damage: Callable[[Any], tuple[Any, Any, int]], invariant: str, block: int | None
+) -> None:
+    """All contents in one bucket, so that it is known what comes after what."""
+    assert_named(Sharing(hash_bits=0), damage, invariant, block)
+
+
+@pytest.mark.parametrize(
+    ("damage", "invariant", "block"),
+    [
+        (cell("tokens", 0 * 4 + 1, value=99), "I5", 3),
+        (cell("tokens", 1 * 4 + 2, value=99), "I6", 1),
+        (cell("tokens", 4 * 4 + 2, value=99), "I6", 4),
+        (cell("tokens", 9 * 4 + 3, value=99), "I6", 9),
+        (cell("key", 9, value=1), "I6", 9),
+        (cell("hash", 6, value=1 << 63), "I5", 6),
+    ],
+)
+def test_a_content_that_is_not_what_it_was_is_named(
+    damage: Callable[[Any], tuple[Any, Any, int]], invariant: str, block: int | None
+) -> None:
+    """The hash, which only finds candidates elsewhere, is the witness here."""
+    assert_named(Sharing(hash_bits=61), damage, invariant, block)
 
 
 def test_a_row_lost_from_the_dict_is_found() -> None:
