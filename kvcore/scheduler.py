@@ -243,7 +243,7 @@ class Scheduler:
             ones included: they need not be there any more when it enters.
         ValueError, TypeError
             ``n_tokens`` is below 1, below the number of ``tokens`` or no integer,
-            ``seq`` is live, or what ``BlockManager.prompt`` raises.
+            ``seq`` is live, or what ``BlockManager.allocate`` raises for the rest.
         """
         known = 0
         if tokens is not None:
@@ -262,6 +262,8 @@ class Scheduler:
         if more and self.bm.prefix_caching:
             tokens = () if tokens is None else tokens
             prompt = self.bm.prompt(tokens, namespace=namespace, media=media)
+            if retention:  # else a step would meet what is wrong with it
+                self.bm.plan_allocate(request[1], tokens=prompt, retention=retention)
             request = Request(*request, prompt, tuple(retention))
         self.waiting.append(request)
 

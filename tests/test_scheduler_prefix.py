@@ -178,13 +178,16 @@ def test_the_tokens_are_those_of_the_call() -> None:
         (ValueError, {"tokens": ids(4), "media": [Media(2, 5, b"picture")]}),
         (TypeError, {"tokens": ids(4), "namespace": 7}),
         (ValueError, {"n_tokens": 4, "media": [Media(0, 2, b"picture")]}),
+        (ValueError, {"tokens": ids(4), "retention": [Retention(0, None, 101)]}),
+        (ValueError, {"n_tokens": 4, "retention": [Retention(2, 1, 50)]}),
+        (TypeError, {"n_tokens": 4, "retention": 7}),
         (RequestRefused, {"tokens": ids(29)}),
     ],
 )
 def test_a_wrong_request_is_refused_and_the_queue_stays(
     error: type[Exception], arguments: dict[str, Any]
 ) -> None:
-    bm = caching(8)
+    bm = caching(8, eviction=RetentionPriority())
     scheduler = Scheduler(bm)
     with pytest.raises(error):
         scheduler.add("a", **arguments)
@@ -706,7 +709,9 @@ def test_retention_goes_with_a_request_and_comes_back_with_it(prompt: dict[str, 
     bm = caching(16, eviction=RetentionPriority())
     scheduler = Scheduler(bm, 0)
     ranges = (Retention(0, 4, 90), Retention(4, None, 10, 2.5))
-    scheduler.add("a", **prompt, retention=(given for given in ranges))
+    given = list(ranges)
+    scheduler.add("a", **prompt, retention=given)
+    given.clear()
     scheduler.add("b", **prompt)
     scheduler.step()
     step = scheduler.step()
