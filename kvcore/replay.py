@@ -446,7 +446,7 @@ class _Run:
         preempted = cast("list[int]", step.preempted)
         rejected = cast("dict[int, Verdict]", step.rejected)
         if self.hash_ids is not None:
-            self.account_sharing(admitted, preempted, rejected)
+            self.account_sharing(admitted, rejected)
         for (sequence, n_tokens), cached in zip(admitted, step.cached, strict=True):
             self.end_after(sequence, self.steps - 1)
             self.tokens += n_tokens
@@ -465,18 +465,15 @@ class _Run:
         return admitted
 
     def account_sharing(
-        self,
-        admitted: Iterable[tuple[int, int]],
-        preempted: Iterable[int],
-        rejected: dict[int, Verdict],
+        self, admitted: Iterable[tuple[int, int]], rejected: dict[int, Verdict]
     ) -> None:
         """Count the prompts that were looked up, and the cells that cost no block.
 
         Somebody may be admitted and sent away in one step. The step tells nothing of what
-        was found for it; the manager's counters do.
+        was found for it; the manager's counters do. It comes back, unless it outgrew.
         """
         outgrew = [s for s, v in rejected.items() if v.reason is Reason.OUTGREW_POOL]
-        for sequence in (*[sequence for sequence, _ in admitted], *preempted, *outgrew):
+        for sequence in (*[sequence for sequence, _ in admitted], *outgrew):
             request = self.request[sequence]
             if request not in self.sharing and sequence == self.first_sequence[request]:
                 self.sharing.add(request)

@@ -314,6 +314,12 @@ def test_a_request_sent_away_in_its_first_step_is_looked_up_once() -> None:
     assert result.logical_block_steps == (2 + 2 + 3 + 3 + 3 + 3) + (2 + 2)
 
 
+def test_a_prompt_that_outgrows_the_pool_in_its_first_step_was_looked_up() -> None:
+    result = run(sharing((0, (1, 2, 3, 4), 16, 1), (3, (1, 2, 3), 12, 1)), 4)
+    assert result.rejected == {Reason.OUTGREW_POOL: 1}
+    assert hits(result) == PrefixHits("LRU", 2, 28, 0, 7, 0, 0, 0, 0)
+
+
 def test_a_pool_that_is_too_small_evicts() -> None:
     load = sharing((0, (1, 2), 8, 1), (5, (3, 4), 8, 1), (10, (1, 2), 8, 1))
     assert hits(run(load, 10)).evictions == 0
