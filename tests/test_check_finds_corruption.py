@@ -17,8 +17,9 @@ import pytest
 
 from kvcore.block_manager import BlockManager
 from kvcore.errors import InvariantError, KVCoreError
+from kvcore.eviction import Retention, RetentionPriority, SegmentedLRU
 from kvcore.identity import Media
-from kvcore.pool import BlockPool
+from kvcore.pool import BlockPool, EvictionPolicy
 from kvcore.prefix_index import PrefixIndex
 
 
@@ -232,8 +233,8 @@ class Sharing:
         ]
     )
 
-    def __init__(self, hash_bits: int) -> None:
-        self.pool = pool = BlockPool(14)
+    def __init__(self, hash_bits: int, eviction: EvictionPolicy | None = None) -> None:
+        self.pool = pool = BlockPool(14, eviction=eviction)
         self.index = index = PrefixIndex(pool, 4, hash_bits=hash_bits)
         self.bm = bm = BlockManager(14, 4, pool=pool, prefix_caching=True, rows=6)
         ten = list(range(10, 20))
@@ -241,7 +242,10 @@ class Sharing:
             bm.allocate(seq, tokens=ten, namespace="salt")
         for seq in ("a", "b"):
             bm.commit(seq)
-        bm.allocate("d", tokens=range(9))
+        retention: list[Retention] = []
+        if isinstance(eviction, RetentionPriority):
+            retention = [Retention(0, 4, 60, 10), Retention(4, 8, 60, 5)]
+        bm.allocate("d", tokens=range(9), retention=retention)
         bm.commit("d")
         bm.free_seq("d")
         more = [*ten[:8], 30, 31, 32, 33, 34]
@@ -358,6 +362,49 @@ def test_a_content_that_is_not_what_it_was_is_named(
 ) -> None:
     """The hash, which only finds candidates elsewhere, is the witness here."""
     assert_named(Sharing(hash_bits=61), damage, invariant, block)
+
+
+class Ordered(Sharing):
+    """The same under an eviction policy, whose arrays are looked at too."""
+
+    def __init__(self, eviction: EvictionPolicy, *names: str) -> None:
+        super().__init__(0, eviction)
+        (arrays,) = [held for held in gc.get_referents(eviction) if isinstance(held, tuple)]
+        for name, array in zip(names, arrays, strict=True):
+            setattr(self, name, writable(array))
+
+
+@pytest.mark.parametrize(
+    ("damage", "block"),
+    [
+        (cell("is_protected", 6, value=1), 6),
+        (cell("is_protected", 7, value=1), 7),
+        (cell("marks", 14 + 1, value=6), 6),
+    ],
+)
+def test_damage_to_a_segmented_lru_is_named(
+    damage: Callable[[Any], tuple[Any, Any, int]], block: int | None
+) -> None:
+    assert_named(Ordered(SegmentedLRU(), "was_hit", "is_protected"), damage, "I4", block)
+
+
+@pytest.mark.parametrize(
+    ("damage", "block"),
+    [
+        (cell("priorities", 6, value=36), 6),
+        (cell("places", 6, value=-1), None),
+        (cell("places", 7, value=1), 7),
+        (cell("heap", 0, value=6), 6),
+        (cell("ends", 6, value=0), 6),
+        (cell("marks", 14 + 90, value=6), 6),
+    ],
+)
+def test_damage_to_priorities_is_named(
+    damage: Callable[[Any], tuple[Any, Any, int]], block: int | None
+) -> None:
+    """Both idle blocks have a priority that ends: 7 at 5 s, first in the heap, 6 at 10 s."""
+    victim = Ordered(RetentionPriority(), "priorities", "durations", "ends", "heap", "places")
+    assert_named(victim, damage, "I4", block)
 
 
 def test_a_row_lost_from_the_dict_is_found() -> None:

@@ -7,13 +7,18 @@ the index, the log or the counts of who may have it next.
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from soak import MIB, Growth, resident_bytes
 
+import kvcore
 from kvcore import BlockManager, BlockPool, Counter, OutOfBlocks, Scheduler
 from kvcore.identity import Media, Namespace
 
@@ -168,3 +173,42 @@ def test_pools_and_indexes_are_freed_with_their_managers() -> None:
             bm.allocate("b", 10_000)
 
     assert_flat(growth_of(use, 2_000))
+
+
+@pytest.mark.parametrize("policy", ["None", "LRU()", "SegmentedLRU()", "RetentionPriority()"])
+def test_all_of_it_may_die_in_one_cycle(policy: str) -> None:
+    """A manager gives its blocks back when it dies; whoever is told of that must still be there.
+
+    The collector ends the parts of a cycle in any order. The arrays are so large here that
+    their memory is unmapped when they go, and a late access is a crash.
+    """
+    code = f"""
+import gc
+from kvcore import *
+
+class Owner: pass
+
+for order in range(4):
+    policy = {policy}
+    owner = Owner()
+    owner.itself = owner
+    pool = BlockPool(300_000, eviction=policy)
+    manager = BlockManager(300_000, 4, pool=pool, prefix_caching=True)
+    parts = [policy, pool, manager, pool.index]
+    owner.parts = parts[order:] + parts[:order]
+    retention = [Retention(0, None, 60, 10)] if isinstance(policy, RetentionPriority) else []
+    manager.allocate("a", tokens=range(50_000), retention=retention, namespace="salt")
+    manager.commit("a")
+    owner.pin = manager.pin_prefix(range(5_000), namespace="salt")
+    del owner, policy, pool, manager, parts
+    gc.collect()
+assert not any(isinstance(found, BlockPool) for found in gc.get_objects())
+"""
+    process = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env=os.environ | {"PYTHONPATH": str(Path(kvcore.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (process.returncode, process.stderr) == (0, "")
