@@ -16,7 +16,7 @@ Compute = Callable[..., None]
 
 
 def sharing_manager(
-    num_blocks: int, block_size: int, *, hash_bits: int = 61, **options: Any
+    num_blocks: int, block_size: int, *, hash_bits: int = 63, **options: Any
 ) -> BlockManager:
     """A checked manager that shares prefixes; 0 ``hash_bits`` make all its hashes equal."""
     pool = BlockPool(num_blocks)
@@ -124,7 +124,7 @@ COMPUTES = {
     "batch": compute_as_batch,
 }
 every_compute = pytest.mark.parametrize("compute", COMPUTES.values(), ids=list(COMPUTES))
-every_hash = pytest.mark.parametrize("hash_bits", [0, 61], ids=["constant hash", "keyed hash"])
+every_hash = pytest.mark.parametrize("hash_bits", [0, 63], ids=["constant hash", "keyed hash"])
 with_and_without_sharing = pytest.mark.parametrize("sharing", [False, True], ids=["off", "on"])
 
 
