@@ -1,15 +1,23 @@
 # Token ids from whatever holds them, as int32. Checked once, here.
 
+cimport cython
 from cpython.buffer cimport (
     Py_buffer, PyBUF_FORMAT, PyBUF_STRIDES, PyBuffer_Release, PyObject_CheckBuffer,
     PyObject_GetBuffer,
 )
+from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
 from kvcore._arguments cimport integer
 
 cdef enum:
     MAX_TOKEN = 2147483647  # 2**31 - 1
+
+cdef extern from "Python.h":
+    PyObject *PyList_GET_ITEM(list values, Py_ssize_t place)
+    Py_ssize_t PyList_GET_SIZE(list values)
+    bint PyLong_CheckExact(PyObject *value)
+    int64_t PyLong_AsLongLongAndOverflow(PyObject *value, int *overflow)
 
 cdef extern from *:
     """
@@ -76,10 +84,9 @@ cdef extern from *:
 
 
 cdef inline object token_source(object tokens):
-    """``tokens`` as something that read_tokens takes: a buffer, or a list of its own.
-
-    A list is copied, since reading it may run code that changes it.
-    """
+    """``tokens`` as something that can be copied: a buffer, or a list."""
+    if type(tokens) is list:
+        return tokens
     if PyObject_CheckBuffer(tokens) and not isinstance(tokens, (bytes, bytearray)):
         return tokens
     if hasattr(tokens, "__dlpack__"):
@@ -95,7 +102,10 @@ cdef inline object token_source(object tokens):
 
 cdef inline int open_buffer(object source, Py_buffer *view) except -1:
     """A 1-D buffer of int32, uint32 or int64 in native order, or an error."""
-    PyObject_GetBuffer(source, view, PyBUF_FORMAT | PyBUF_STRIDES)
+    try:
+        PyObject_GetBuffer(source, view, PyBUF_FORMAT | PyBUF_STRIDES)
+    except ValueError:
+        raise TypeError(f"tokens must be int32, uint32 or int64, got {source!r}") from None
     cdef bytes code = b"B" if view.format == NULL else <bytes>view.format
     kind = code.lstrip(b"@=<")
     if not (
@@ -157,16 +167,36 @@ cdef inline int bad_token(const Py_buffer *view, int64_t place) except -1:
     raise ValueError(f"tokens: token {place} must be between 0 and {MAX_TOKEN}, got {value}")
 
 
-cdef inline int copy_list(list tokens, int32_t *out) except -1:
+cdef inline int copy_list(list tokens, int32_t *out, Py_ssize_t count) except -1:
+    """Copy ``count`` tokens. Borrowed references: a new one is a write to each of them.
+
+    Only what is no plain int can run code, so the list is looked at afresh after that.
+    """
     cdef Py_ssize_t i
-    for i in range(len(tokens)):
-        value = tokens[i]
-        try:
-            out[i] = <int32_t>integer(value, "token", 0, MAX_TOKEN)
-        except ValueError:
-            raise ValueError(
-                f"tokens: token {i} must be between 0 and {MAX_TOKEN}, got {value}"
-            ) from None
-        except TypeError:
-            raise TypeError(f"tokens: token {i} must be an integer, got {value!r}") from None
+    cdef PyObject *item
+    cdef int64_t number
+    cdef int overflow = 0
+    with cython.critical_section(tokens):
+        for i in range(count):
+            if i >= PyList_GET_SIZE(tokens):
+                raise ValueError("tokens became shorter while they were read")
+            item = PyList_GET_ITEM(tokens, i)
+            if PyLong_CheckExact(item):
+                number = PyLong_AsLongLongAndOverflow(item, &overflow)
+                if 0 <= number <= MAX_TOKEN and not overflow:
+                    out[i] = <int32_t>number
+                    continue
+            out[i] = one_token(<object>item, i)
     return 0
+
+
+cdef inline int32_t one_token(object value, Py_ssize_t place) except -1:
+    """A token that is no plain int in range: perhaps one all the same, else an error."""
+    try:
+        return <int32_t>integer(value, "token", 0, MAX_TOKEN)
+    except ValueError:
+        raise ValueError(
+            f"tokens: token {place} must be between 0 and {MAX_TOKEN}, got {value}"
+        ) from None
+    except TypeError:
+        raise TypeError(f"tokens: token {place} must be an integer, got {value!r}") from None

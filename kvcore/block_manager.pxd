@@ -112,7 +112,12 @@ cdef class BlockManager:
     cdef int32_t length_of(self, n_tokens, tokens, Prompt prompt) except -1
     cdef int64_t num_unpublished(self, const int32_t *rows, cnp.npy_intp count) noexcept
     cdef cnp.ndarray ids_to_commit(self, tokens)
-    cdef int check_known(self, int32_t row, int32_t position, int32_t token) except -1
+    cdef int check_tokens(
+        self, int32_t row, int32_t position, const int32_t *tokens, int32_t count
+    ) except -1
+    cdef int check_shared(
+        self, int32_t row, int32_t column, int32_t offset, const int32_t *tokens, int32_t count
+    ) except -1
     cdef list blocks_pinned(self)
     cdef void read_tokens(self, int32_t row, int32_t *out, int64_t count) noexcept
     cdef void retain_blocks(self, int32_t row, int32_t start, int32_t stop) noexcept

@@ -20,7 +20,7 @@ from cpython.buffer cimport Py_buffer, PyBuffer_Release, PyObject_GetBuffer
 from cpython.dict cimport PyDict_GetItemWithError
 from cpython.object cimport PyObject
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memcpy
+from libc.string cimport memcmp, memcpy
 
 from operator import index as as_index
 from typing import NamedTuple
@@ -415,24 +415,38 @@ cdef void write_prompt(
     self.cut_columns[row] = prompt.cut_column
 
 
-cdef inline void write_token(
-    BlockManager self, int32_t row, int32_t token
+cdef inline void write_tokens(
+    BlockManager self, int32_t row, const int32_t *tokens, int32_t count
 ) noexcept nogil:
-    """Note one more token. Needs: check_known."""
+    """Note the ids of a row's next tokens, a run for each block. Needs: check_tokens."""
     cdef index_t *contents = self.contents
-    cdef int32_t position = self.known_tokens[row]
-    cdef int32_t column = full_blocks(&self.slab, position)
-    cdef int32_t offset = position - column * self.slab.block_size
-    cdef int32_t block = table_of(&self.slab, row)[column]
-    if contents.filled[block] == offset:
-        contents.filled[block] = offset + 1
-        tokens_of(contents, block)[offset] = token
-    elif tokens_of(contents, block)[offset] != token:
-        # What stood here was dropped by truncate, and no other row knows it.
-        contents.filled[block] = offset + 1
-        contents.records[block].hash = 0
-        tokens_of(contents, block)[offset] = token
-    self.known_tokens[row] = position + 1
+    cdef int32_t size = self.slab.block_size
+    cdef int32_t column, offset, block, run
+    while count > 0:
+        column = full_blocks(&self.slab, self.known_tokens[row])
+        offset = self.known_tokens[row] - column * size
+        block = table_of(&self.slab, row)[column]
+        run = min(count, size - offset)
+        if contents.filled[block] == offset:
+            memcpy(tokens_of(contents, block) + offset, tokens, run * sizeof(int32_t))
+            contents.filled[block] = offset + run
+        elif not holds(contents, block, offset, tokens, run):
+            # What stood here was dropped by truncate, and no other row knows it.
+            memcpy(tokens_of(contents, block) + offset, tokens, run * sizeof(int32_t))
+            contents.filled[block] = offset + run
+            contents.records[block].hash = 0
+        self.known_tokens[row] += run
+        tokens += run
+        count -= run
+
+
+cdef inline bint holds(
+    const index_t *contents, int32_t block, int32_t offset, const int32_t *tokens, int32_t count
+) noexcept nogil:
+    """Whether these tokens are noted in a block already."""
+    return contents.filled[block] >= offset + count and (
+        memcmp(tokens_of(contents, block) + offset, tokens, count * sizeof(int32_t)) == 0
+    )
 
 
 cdef int32_t publish_settled(BlockManager self, int32_t row, int32_t n_settled) noexcept nogil:
@@ -930,14 +944,14 @@ cdef class BlockManager:
         """
         if self.contents == NULL:
             raise ValueError("prefix_caching is off: there is nothing to match a prompt with")
-        return self.as_prompt(tokens, namespace, media)
+        return self.as_prompt(given(tokens), namespace, media)
 
     def match(self, tokens, /, *, namespace=None, media=()):
         """Leading tokens that ``allocate`` would find cached now. Changes nothing.
 
         O(tokens); 0 without prefix caching. Arguments as in ``allocate``.
         """
-        cdef Prompt prompt = self.as_prompt(tokens, namespace, media)
+        cdef Prompt prompt = self.as_prompt(given(tokens), namespace, media)
         cdef int32_t idle, found
         if prompt is None:
             return 0
@@ -1450,12 +1464,10 @@ cdef class BlockManager:
                 raise ValueError(f"n_settled is {wanted}, but {settled} tokens are known")
             if wanted >= 0:
                 settled = <int32_t>wanted
-            for i in range(count):
-                self.check_known(row, self.known_tokens[row] + i, int32_data(ids)[i])
+            self.check_tokens(row, self.known_tokens[row], int32_data(ids), count)
             if self.merge_duplicates:
                 self.reserve_fence(full_blocks(&self.slab, settled))
-            for i in range(count):
-                write_token(self, row, int32_data(ids)[i])
+            write_tokens(self, row, int32_data(ids), count)
             i = self.published_blocks[row]
             count = publish_settled(self, row, settled)
             if self.retention_by_row:
@@ -1490,7 +1502,7 @@ cdef class BlockManager:
         cdef int32_t published = 0, before
         cdef cnp.npy_intp count, i, j
         check_array(rows, "rows", sizeof(int32_t), writable=False)
-        cdef cnp.ndarray ids = self.ids_to_commit(tokens)
+        cdef cnp.ndarray ids = self.ids_to_commit(given(tokens))
         cdef int32_t *token = int32_data(ids)
         count = cnp.PyArray_SIZE(rows)
         if self.contents == NULL:
@@ -1510,8 +1522,8 @@ cdef class BlockManager:
                             f"rows: entry {i} is {row[i]}, all of whose "
                             f"{self.known_tokens[row[i]]} tokens are known"
                         )
-                    self.check_known(row[i], self.known_tokens[row[i]], token[i])
-                    write_token(self, row[i], token[i])
+                    self.check_tokens(row[i], self.known_tokens[row[i]], token + i, 1)
+                    write_tokens(self, row[i], token + i, 1)
                 i = count
                 if self.merge_duplicates:
                     self.reserve_fence(self.num_unpublished(row, count))
@@ -1552,7 +1564,7 @@ cdef class BlockManager:
         if isinstance(source, list):
             count = len(source)
             ids = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT32, 0)
-            copy_list(source, int32_data(ids))
+            copy_list(source, int32_data(ids), count)
             return ids
         open_buffer(source, &view)
         try:
@@ -1565,28 +1577,51 @@ cdef class BlockManager:
             PyBuffer_Release(&view)
         return ids
 
-    cdef int check_known(self, int32_t row, int32_t position, int32_t token) except -1:
-        """ValueError if others know another token at that position of the row's block."""
-        cdef int32_t column = full_blocks(&self.slab, position)
-        cdef int32_t offset = position - column * self.slab.block_size
-        cdef int32_t block = table_of(&self.slab, row)[column]
-        cdef int32_t noted, other
-        if self.contents.filled[block] <= offset:
-            return 0
-        noted = tokens_of(self.contents, block)[offset]
-        if noted == token:
-            return 0
-        for other in range(self.num_rows):
-            if self.contents.records[block].uid > 0 or (
-                other != row
-                and self.known_tokens[other] > position
-                and blocks_for(&self.slab, self.slab.lengths[other]) > column
-                and table_of(&self.slab, other)[column] == block
+    cdef int check_tokens(
+        self, int32_t row, int32_t position, const int32_t *tokens, int32_t count
+    ) except -1:
+        """ValueError if others know other tokens from that position of the row on."""
+        cdef index_t *contents = self.contents
+        cdef int32_t size = self.slab.block_size
+        cdef int32_t column, offset, block, run
+        while count > 0:
+            column = full_blocks(&self.slab, position)
+            offset = position - column * size
+            block = table_of(&self.slab, row)[column]
+            run = min(count, size - offset)
+            # Nobody else knows what stands in a block that this row alone holds.
+            if contents.filled[block] > offset and (
+                self.blocks.ref[block] > 1 or contents.records[block].uid > 0
             ):
-                raise ValueError(
-                    f"tokens: token {position} of the sequence is {token}, but its block is "
-                    f"known to hold {noted} there"
+                self.check_shared(
+                    row, column, offset, tokens, min(run, contents.filled[block] - offset)
                 )
+            position += run
+            tokens += run
+            count -= run
+        return 0
+
+    cdef int check_shared(
+        self, int32_t row, int32_t column, int32_t offset, const int32_t *tokens, int32_t count
+    ) except -1:
+        cdef int32_t block = table_of(&self.slab, row)[column]
+        cdef int32_t position = column * self.slab.block_size + offset
+        cdef int32_t noted, other, i
+        for i in range(count):
+            noted = tokens_of(self.contents, block)[offset + i]
+            if noted == tokens[i]:
+                continue
+            for other in range(self.num_rows):
+                if self.contents.records[block].uid > 0 or (
+                    other != row
+                    and self.known_tokens[other] > position + i
+                    and blocks_for(&self.slab, self.slab.lengths[other]) > column
+                    and table_of(&self.slab, other)[column] == block
+                ):
+                    raise ValueError(
+                        f"tokens: token {position + i} of the sequence is {tokens[i]}, but its "
+                        f"block is known to hold {noted} there"
+                    )
         return 0
 
     def known(self, seq, /):
@@ -1720,7 +1755,7 @@ cdef class BlockManager:
         publish nothing more. Returns how many blocks lost their identity.
         O(tokens + num_blocks log num_blocks).
         """
-        cdef Prompt prompt = self.as_prompt(tokens, namespace, media)
+        cdef Prompt prompt = self.as_prompt(given(tokens), namespace, media)
         if prompt is None:
             return 0
         with cython.critical_section(self.pool):
@@ -1738,7 +1773,7 @@ cdef class BlockManager:
 
         ``ValueError`` if more blocks than ``pin_quota`` would be held then.
         """
-        cdef Prompt prompt = self.as_prompt(tokens, namespace, media)
+        cdef Prompt prompt = self.as_prompt(given(tokens), namespace, media)
         cdef int32_t found = 0, i
         cdef list blocks = []
         if prompt is None:
@@ -2133,14 +2168,8 @@ cdef class BlockManager:
                 if contents.records[block].parent != BARRED:
                     raise InvariantError("I6", block, f"was published by row {row} and is not now")
                 return 0
-            if column == 0 and contents.records[block].parent == 0:
-                continue
-            if column == 0 or (
-                contents.records[block].parent != contents.records[cells[column - 1]].uid
-                or contents.records[block].hash != hash_of(
-                    contents, contents.records[cells[column - 1]].hash,
-                    tokens_of(contents, block), contents.records[block].key,
-                )
+            if contents.records[block].parent != (
+                contents.records[cells[column - 1]].uid if column else 0
             ):
                 raise InvariantError("I6", block, f"does not follow what is before it in row {row}")
         return 0
@@ -2153,6 +2182,13 @@ cdef class BlockManager:
         for row in range(self.num_rows):
             if self.slab.lengths[row] >= 0:
                 int32_data(references_array)[self.roots[row]] += 1
+
+
+cdef object given(tokens):
+    """``tokens``, which this call cannot do without."""
+    if tokens is None:
+        raise TypeError("tokens must be a buffer or a sequence, got None")
+    return tokens
 
 
 cdef int check_array(

@@ -101,6 +101,7 @@ cdef class PrefixIndex:
     cdef void *take_memory(self, int64_t *num_bytes) noexcept
     cdef void give_memory(self, void *memory, int64_t num_bytes) noexcept
     cdef BlockPool alive_pool(self)
+    cdef int check_hashes(self) except -1
     cdef int reserve_keys(self, cnp.npy_intp count) except -1
     cdef int drop_idle_keys(self) except -1
     cdef int32_t intern(self, bytes key) except -1

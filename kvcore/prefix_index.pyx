@@ -266,7 +266,7 @@ cdef void lose_identity(void *state, int32_t block) noexcept nogil:
     """The pool's word that a block's content is unwanted, or about to be overwritten."""
     cdef index_t *index = <index_t *>state
     cdef record_t *record = &index.records[block]
-    cdef int32_t after, before
+    cdef int32_t after, before, victim
     cdef int64_t uid = record.uid
     if uid > 0:
         after = record.chain
@@ -279,6 +279,11 @@ cdef void lose_identity(void *state, int32_t block) noexcept nogil:
             index.records[before].chain = after
         else:
             index.buckets[record.hash & index.bucket_mask] = after
+        # Evictions come in rows: the next one's record is on its way meanwhile.
+        victim = first_of(index.blocks, index.blocks.lowest)
+        if victim < index.num_blocks:
+            prefetch(&index.records[victim])
+            prefetch(&index.before[victim])
         record.uid = 0
         record.parent = BARRED
         index.num_identities -= 1
@@ -296,6 +301,19 @@ cdef int by_uid(const void *one, const void *other) noexcept nogil:
     if difference == 0:  # copies in the order of their blocks
         difference = (<const int64_t *>one)[1] - (<const int64_t *>other)[1]
     return (difference > 0) - (difference < 0)
+
+
+cdef int64_t list_by_uid(const index_t *index, int64_t *listed) noexcept nogil:
+    """The blocks with an identity as pairs of uid and block, ascending; how many."""
+    cdef int64_t count = 0
+    cdef int32_t block
+    for block in range(index.num_blocks):
+        if index.records[block].uid > 0:
+            listed[2 * count] = index.records[block].uid
+            listed[2 * count + 1] = block
+            count += 1
+    qsort(listed, count, 2 * sizeof(int64_t), by_uid)
+    return count
 
 
 cdef int64_t place_of(const int64_t *listed, int64_t count, int64_t uid) noexcept nogil:
@@ -604,22 +622,16 @@ cdef class PrefixIndex:
         all descendants. Needs: resolve_keys.
         """
         cdef index_t *index = &self.state
-        cdef int32_t num_blocks = index.blocks.num_blocks
         cdef cnp.ndarray listed_array = int64_zeros(2 * <cnp.npy_intp>index.num_identities)
         cdef cnp.ndarray doomed_array = int32_zeros(index.num_identities)
         cdef int64_t *listed = int64_data(listed_array)  # pairs: uid, block
         cdef int32_t *doomed = int32_data(doomed_array)
         cdef int32_t found = self.walk(prompt, prompt.num_full)
         cdef int64_t count = 0, forgotten = 0, i, parent
-        cdef int32_t block, column = 0
+        cdef int32_t column = 0
         if found == 0:
             return 0
-        for block in range(num_blocks):
-            if index.records[block].uid > 0:
-                listed[2 * count] = index.records[block].uid
-                listed[2 * count + 1] = block
-                count += 1
-        qsort(listed, count, 2 * sizeof(int64_t), by_uid)
+        count = list_by_uid(index, listed)
         for i in range(count):
             while column < found and prompt.uids[column] < listed[2 * i]:
                 column += 1
@@ -894,6 +906,7 @@ cdef class PrefixIndex:
             if not 0 <= record.key < self.key_capacity:
                 raise InvariantError("I5", block, f"has key {record.key}")
             references[record.key] += 1
+        self.check_hashes()
         for i in range(index.log.count):
             references[index.log.keys[i]] += 1
         for reference in self.alive_pool().holders:
@@ -908,6 +921,29 @@ cdef class PrefixIndex:
                 )
             if references[i] and self.keys_by_number[i] is None:
                 raise InvariantError("I11", None, f"key {i} is used but forgotten")
+
+
+    cdef int check_hashes(self) except -1:
+        """Each content has the hash of its tokens after those before it, if they are here."""
+        cdef index_t *index = &self.state
+        cdef cnp.ndarray listed_array = int64_zeros(2 * <cnp.npy_intp>index.num_identities)
+        cdef int64_t *listed = int64_data(listed_array)
+        cdef int64_t count = list_by_uid(index, listed)
+        cdef int64_t i, before
+        cdef const record_t *record
+        cdef int32_t block
+        for i in range(count):
+            block = <int32_t>listed[2 * i + 1]
+            record = &index.records[block]
+            before = place_of(listed, count, record.parent)
+            if record.parent and before < 0:
+                continue
+            if record.hash != hash_of(
+                index, index.records[listed[2 * before + 1]].hash if record.parent else 0,
+                tokens_of(index, block), record.key,
+            ):
+                raise InvariantError("I5", block, f"uid {record.uid}: not its content")
+        return 0
 
 
 # ---------------------------------------------------------------- prompts
@@ -1017,6 +1053,14 @@ cdef class Prompt:
         cnp.PyArray_CLEARFLAGS(view, cnp.NPY_ARRAY_WRITEABLE)
         return view
 
+    def chain_hash(self, column, /):
+        """The index hash of the full blocks up to ``column``.
+
+        Prompts that agree that far have the same; prompts that have the same agree, but
+        for chance. It means nothing outside this index. ``ValueError``: no full block.
+        """
+        return self.hashes[integer(column, "column", 0, self.num_full - 1)]
+
     def common_blocks(self, Prompt other not None, /):
         """How many leading full blocks two prompts of one index share. O(blocks).
 
@@ -1064,7 +1108,7 @@ cdef Prompt make_prompt(PrefixIndex index, tokens, namespace, media):
     prompt.index = index
     if isinstance(source, list):
         prompt.allocate(len(source))
-        copy_list(source, prompt.tokens)
+        copy_list(source, prompt.tokens, prompt.num_tokens)
     else:
         open_buffer(source, &view)
         try:
