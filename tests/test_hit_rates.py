@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -149,6 +150,20 @@ def test_sorted_by_prefix_a_cache_of_one_request_finds_everything(name: str) -> 
     bm = BlockManager(longest(name) + 1, 1, prefix_caching=True)
     found = serve(bm, [tokens_of_hash_ids(ids, 1, len(ids)) for ids in in_order])
     assert sum(found) == LRU_HITS[name][EVERYTHING]
+
+
+def test_the_page_in_the_docs_has_these_rates() -> None:
+    """Made by ``python -m bench.hit_rates``; this is to notice when it must be made again."""
+    page = Path(__file__).parents[1] / "docs" / "hit-rates.md"
+    if not page.exists():
+        pytest.skip("the docs are not beside the tests")
+    rows = [[cell.strip(" *") for cell in line.split("|")] for line in page.read_text().split("\n")]
+    for name, sizes in LRU_HITS.items():
+        n_ids = sum(map(len, hash_ids(name)))
+        for size, lru_hits in sizes.items():
+            blocks, rate = f"{size:,}", f"{lru_hits / n_ids:.4f}"[1:]
+            found = [row[3] for row in rows if len(row) > 4 and row[2] == blocks]
+            assert rate in found or size == EVERYTHING, (name, size)
 
 
 # ------------------------------------------------------------------ segmented
