@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from kvcore.identity import Media, Namespace
     from kvcore.prefix_index import Prompt
 
-    _Entered = dict[bytes, list[Prompt]]
-    """Prompts that enter in a step, by the tokens of their first block not cached."""
+    _Entered = dict[int, list[Prompt]]
+    """Prompts that enter in a step, by the hash of their first block not cached."""
 
 __all__ = ["Reason", "Request", "Resumed", "Scheduler", "Step", "Verdict"]
 
@@ -356,9 +356,7 @@ class Scheduler:
                         retention=request.retention,
                         resumed=isinstance(request, Resumed),
                     )
-                    if request.prompt is not None:
-                        tokens = self._block_tokens(request.prompt, cached)
-                        entered.setdefault(tokens, []).append(request.prompt)
+                    self._computes(request, cached // self.bm.block_size, entered)
                 else:
                     self.bm.allocate(seq, n_tokens)
                 self.waiting.popleft()
@@ -372,23 +370,25 @@ class Scheduler:
         """Whether the head of the queue, which fits, lets this step pass for a prefix.
 
         Two prompts that agree beyond what is cached miss at the same block. So it is
-        compared with the few that miss there with the same tokens, not with everybody.
+        compared with those that miss at a block like its own, not with everybody.
         """
         if not self.wait_for_prefix or not isinstance(request, Request) or request.waited:
             return False
         prompt = request.prompt
-        if prompt is None:
-            return False
         column = self._needed(request) - verdict.needed  # of the first block not cached
-        start = column * self.bm.block_size
-        if start + self.bm.block_size >= request.n_tokens:
-            return False  # the last token is always computed, and its block with it
-        others = entered.get(self._block_tokens(prompt, start), ())
+        # The last token of a prompt is always computed, and its block with it.
+        usable = (request.n_tokens - 1) // self.bm.block_size
+        if prompt is None or column >= min(usable, prompt.num_full_blocks):
+            return False
+        others = entered.get(prompt.chain_hash(column), ())
         request.waited = any(prompt.common_blocks(other) > column for other in others)
         return request.waited
 
-    def _block_tokens(self, prompt: Prompt, start: int) -> bytes:
-        return prompt.tokens[start : start + self.bm.block_size].tobytes()
+    def _computes(self, request: Request, column: int, entered: _Entered) -> None:
+        """Note that a request enters which computes its blocks from ``column`` on."""
+        prompt = request.prompt
+        if self.wait_for_prefix and prompt is not None and column < prompt.num_full_blocks:
+            entered.setdefault(prompt.chain_hash(column), []).append(prompt)
 
     def _needed(self, request: tuple[Hashable, int]) -> int:
         """Blocks that a request holds once it has entered.

@@ -6,7 +6,7 @@ commits what it computed, or leaves that out.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,11 @@ import pytest
 
 from kvcore import (
     BlockManager,
+    BlockPool,
     Counter,
     Media,
     Namespace,
+    PrefixIndex,
     Reason,
     Request,
     RequestRefused,
@@ -33,6 +35,16 @@ END_OF_PROMPT = 1_000_000
 
 def caching(num_blocks: int, **options: Any) -> BlockManager:
     return BlockManager(num_blocks, SIZE, prefix_caching=True, **options)
+
+
+def colliding(num_blocks: int) -> BlockManager:
+    """All hashes are equal, so that only the contents can tell blocks apart."""
+    pool = BlockPool(num_blocks)
+    PrefixIndex(pool, SIZE, hash_bits=0)
+    return caching(num_blocks, pool=pool)
+
+
+every_hash = pytest.mark.parametrize("manager", [caching, colliding])
 
 
 def ids(n_tokens: int, first: int = 1) -> list[int]:
@@ -372,6 +384,7 @@ def test_without_the_option_identical_prompts_enter_together() -> None:
     assert step.cached == [0, 0, 0]
 
 
+@every_hash
 @pytest.mark.parametrize(
     ("other", "waits"),
     [
@@ -390,8 +403,10 @@ def test_without_the_option_identical_prompts_enter_together() -> None:
         ({"n_tokens": 9}, False),
     ],
 )
-def test_it_waits_only_if_that_saves_a_block(other: dict[str, Any], waits: bool) -> None:
-    scheduler = Scheduler(caching(16))
+def test_it_waits_only_if_that_saves_a_block(
+    manager: Callable[[int], BlockManager], other: dict[str, Any], waits: bool
+) -> None:
+    scheduler = Scheduler(manager(16))
     scheduler.add("a", tokens=ids(9))
     scheduler.add("b", **other)
     assert scheduler.step() == (["a"] if waits else ["a", "b"])
@@ -429,9 +444,10 @@ def test_it_does_not_wait_for_one_that_computes_only_what_both_must_compute() ->
     assert run.step().cached == [4, 4]
 
 
-def test_it_waits_for_any_of_those_who_entered() -> None:
-    """Two that begin with the same tokens in different namespaces, and one for each."""
-    run = engine(32)
+@every_hash
+def test_it_waits_for_any_of_those_who_entered(manager: Callable[[int], BlockManager]) -> None:
+    """They begin with the same tokens in different namespaces."""
+    run = Engine(Scheduler(manager(32), 0))
     for name, namespace in (("a", "x"), ("b", "y"), ("c", "z"), ("d", "y")):
         run.add(name, ids(9), namespace=namespace)
     assert run.step() == ["a", "b", "c"]
