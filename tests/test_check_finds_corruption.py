@@ -258,7 +258,7 @@ class Sharing:
             for group in gc.get_referents(holder)
             if isinstance(group, tuple)
         )
-        self.marks = links[0]
+        self.marks, self.marks_before = links
         records, self.tokens, self.filled, self.before, self.buckets, _ = self.contents
         for name in self.RECORD.names or ():
             setattr(self, name, records.view(self.RECORD)[name])
@@ -386,6 +386,29 @@ def test_damage_to_a_segmented_lru_is_named(
     damage: Callable[[Any], tuple[Any, Any, int]], block: int | None
 ) -> None:
     assert_named(Ordered(SegmentedLRU(), "was_hit", "is_protected"), damage, "I4", block)
+
+
+def test_copies_of_a_content_that_stand_apart_are_found() -> None:
+    """A match finds the first copy, and whoever removes it must find the next one there."""
+    victim = Sharing(hash_bits=0)
+    # From 9, 7, 6, 1, 4, 0, 3 to 9, 7, 6, 1, 0, 4, 3.
+    for block, after in ((1, 0), (0, 4), (4, 3)):
+        victim.chain[block] = after
+        victim.before[after] = block
+    with pytest.raises(InvariantError) as report:
+        victim.bm.check()
+    assert (report.value.invariant, report.value.block) == ("I5", 4)
+
+
+def test_a_protected_block_that_is_not_counted_is_found() -> None:
+    victim = Ordered(SegmentedLRU(), "was_hit", "is_protected")
+    probation, protected = 14, 15
+    for before, after in ((7, probation), (protected, 6), (6, protected)):
+        victim.marks[before] = after
+        victim.marks_before[after] = before
+    victim.is_protected[6] = True
+    with pytest.raises(InvariantError, match="1 blocks are protected, 0 counted"):
+        victim.bm.check()
 
 
 @pytest.mark.parametrize(
