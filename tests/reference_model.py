@@ -734,7 +734,7 @@ class ReferenceBlockManager:
 
     def _rewrite(self, block: int) -> None:
         """Its one holder is going to write into it: what it holds will not be that any more."""
-        if self.prefix_caching:
+        if self.prefix_caching and block in self.pool._kept:
             self.pool.forget_content(block)
             self.index.barred.discard(block)
 
@@ -818,7 +818,7 @@ class ReferenceBlockManager:
         for seq, first, (table, length) in zip(seqs, changed, becoming, strict=True):
             for block in reversed(self.block_ids[seq][first:]):
                 self._drop(block)
-            self.block_ids[seq] = self.block_ids[seq][:first] + table[first:]
+            self.block_ids[seq] = table
             self.lens[seq] = length
             self._unchanged[seq] = min(self._unchanged[seq], first)
         self.knowledge.update(zip(seqs, knowing, strict=False))
@@ -929,15 +929,11 @@ class ReferenceBlockManager:
         try:
             for row, token in zip(rows, tokens, strict=True):
                 self._learn(by_row[row], [token])
-        finally:
+        except ValueError:
             for seq, known in before.items():
                 self.knowledge[seq].tokens = known
-        published = 0
-        for row, token in zip(rows, tokens, strict=True):
-            seq = by_row[row]
-            self._learn(seq, [token])
-            published += self._publish(seq, len(self.knowledge[seq].tokens))
-        return published
+            raise
+        return sum(self._publish(seq, len(self.knowledge[seq].tokens)) for seq in times)
 
     def known(self, seq: Hashable) -> int:
         return len(self.tokens(seq))
