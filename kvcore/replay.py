@@ -331,6 +331,8 @@ class _Run:
         self.arrived = 0
         # Of the arrived requests, how many the scheduler has been told of.
         self.queued = 0
+        # When the scheduler is to be told of more.
+        self.next_add = self.arrivals[0]
         self.manager_ns = 0
         # Besides one in every step.
         self.timed_calls = 0
@@ -366,7 +368,7 @@ class _Run:
         counters = memoryview(self.manager.counters)  # type: ignore[arg-type]
         taken, copied = int(Counter.BLOCKS_TAKEN), int(Counter.COW_COPIES)
         while True:
-            if self.arrivals[self.arrived] <= self.now or self.queued < self.arrived:
+            if self.next_add <= self.now:
                 self.add_arrivals()
             if not (scheduler.running or scheduler.waiting):
                 if self.arrived == len(self.samples):
@@ -381,16 +383,15 @@ class _Run:
             self.manager_ns += thread_time_ns() - start
             self.steps += 1
             decoded = len(step)
-            prefill_tokens = 0
+            prefilled = self.prefill_tokens
             admitted: list[tuple[int, int]] = []
             if step.prefills or step.preempted or step.rejected:
                 admitted = self.account(step)
-                prefill_tokens = sum([n_tokens for _, n_tokens in admitted]) - sum(step.cached)
             if not (decoded or step.rejected):
                 raise InvariantError("I8", None, f"step {self.steps} did nothing, yet some wait")
             self.tokens += decoded
             self.generated_tokens += decoded
-            seconds = step_time(prefill_tokens, decoded, self.tokens)
+            seconds = step_time(self.prefill_tokens - prefilled, decoded, self.tokens)
             if not 0.0 <= seconds < inf:
                 raise ValueError(f"step_time returned {seconds!r} as the seconds of a step")
 
@@ -419,23 +420,38 @@ class _Run:
             progress(len(self.samples), len(self.samples))
 
     def add_arrivals(self) -> None:
+        if self.hash_ids is not None:
+            return self.add_arrivals_with_tokens()
+        start = thread_time_ns()
+        while self.arrivals[self.arrived] <= self.now:
+            self.add(self.arrived, None)
+            self.arrived += 1
+        self.queued = self.arrived
+        self.next_add = self.arrivals[self.arrived]
+        self.stop_clock(start)
+
+    def add_arrivals_with_tokens(self) -> None:
         while self.arrivals[self.arrived] <= self.now:
             self.arrived += 1
-        waiting = self.scheduler.waiting
-        while self.queued < self.arrived and (self.hash_ids is None or len(waiting) < MOST_QUEUED):
-            sequence = self.first_sequence[self.queued]
+        while self.queued < self.arrived and len(self.scheduler.waiting) < MOST_QUEUED:
             tokens = self.tokens_of(self.queued)
             start = thread_time_ns()
-            try:
-                self.scheduler.add(sequence, self.prompt[sequence], tokens=tokens)
-            except RequestRefused:
-                self.rejected[self.queued] = Reason.NEVER_FITS
+            self.add(self.queued, tokens)
             self.stop_clock(start)
             self.queued += 1
+        self.next_add = self.arrivals[self.arrived] if self.queued == self.arrived else self.now
+
+    def add(self, request: int, tokens: NDArray[np.int32] | None) -> None:
+        sequence = self.first_sequence[request]
+        try:
+            self.scheduler.add(sequence, self.prompt[sequence], tokens=tokens)
+        except RequestRefused:
+            self.rejected[request] = Reason.NEVER_FITS
 
     def tokens_of(self, request: int) -> NDArray[np.int32] | None:
-        """Make the tokens that a request brings, if its prompt can share."""
-        if self.hash_ids is None or not len(self.hash_ids[request]):
+        """Make the tokens that a request brings, if there are any."""
+        assert self.hash_ids is not None
+        if not len(self.hash_ids[request]):
             return None
         n_tokens = self.prompt[self.first_sequence[request]]
         return tokens_of_hash_ids(self.hash_ids[request], self.hash_block_size, n_tokens)
