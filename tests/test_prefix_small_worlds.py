@@ -36,6 +36,7 @@ class World(NamedTuple):
     hash_bits: int = 63
     merge: bool = False
     forgetting: bool = True
+    partial: bool = False
     steps: int = 0
 
 
@@ -53,7 +54,7 @@ def texts(world: World) -> Iterator[tuple[int, ...]]:
         yield from itertools.product(range(world.vocabulary), repeat=length)
 
 
-def canonical(model: ReferenceBlockManager) -> tuple[Any, ...]:
+def canonical(model: ReferenceBlockManager, world: World) -> tuple[Any, ...]:
     """The state with blocks and identities renamed in the order in which they are met."""
     pool, index = model.pool, model.index
     order = itertools.chain(
@@ -87,9 +88,11 @@ def canonical(model: ReferenceBlockManager) -> tuple[Any, ...]:
             )
         )
     identities = sorted(
-        (new[block], name(node), name(node.parent), node.tokens)
+        (node.uid * world.partial, new[block], name(node), name(node.parent), node.tokens)
         for block, node in index.nodes.items()
     )
+    # A hit inside a block takes the newest of several: then their order matters, else not.
+    identities = [identity[1:] for identity in identities]
     held = tuple((model.newest_step - step, new[block]) for step, block in model.held)
     in_flight = model.newest_step - model.settled_step
     marked = tuple(
@@ -110,6 +113,8 @@ def operations(model: ReferenceBlockManager, world: World) -> Iterator[Operation
     for child in dead[:1]:
         for text in texts(world):
             yield "allocate", child, text
+            if world.partial:
+                yield "allocate", child, text, True
         for parent in live:
             for n_tokens in range(model.lens[parent] + 1):
                 yield "fork", parent, child, n_tokens
@@ -147,7 +152,8 @@ def operations(model: ReferenceBlockManager, world: World) -> Iterator[Operation
 def perform(manager: Any, operation: Operation) -> Any:
     verb, *arguments = operation
     if verb == "allocate":
-        return manager.allocate(arguments[0], tokens=arguments[1])
+        switches = {"partial_hit": True} if arguments[2:] else {}
+        return manager.allocate(arguments[0], tokens=arguments[1], **switches)
     if verb == "commit":
         return manager.commit(*arguments[:2], n_settled=arguments[2])
     if verb == "forget_block":
@@ -184,14 +190,14 @@ def transition(
 
 def explore(world: World) -> tuple[int, int]:
     """Numbers of states and transitions."""
-    seen = {canonical(begin(world)[1])}
+    seen = {canonical(begin(world)[1], world)}
     layer: list[Any] = [None]
     transitions = 0
     while layer:
         next_layer = []
         for path in layer:
             core, model = replay(world, path)
-            before = canonical(model)
+            before = canonical(model, world)
             for operation in list(operations(model, world)):
                 if core is None:
                     core, model = replay(world, path)
@@ -201,7 +207,7 @@ def explore(world: World) -> tuple[int, int]:
                     error.add_note(f"{operation} after {path} in {world}")
                     raise
                 transitions += 1
-                key = canonical(model)
+                key = canonical(model, world)
                 if refused or key == before:
                     # Nothing changed, so the same pair serves for the next operation.
                     assert key == before
@@ -218,7 +224,7 @@ SMALL = [
     World(1, 1, 2, 2),
     World(2, 1, 1, 2),
     World(2, 1, 1, 2, hash_bits=0),
-    World(2, 2, 1, 3),
+    World(2, 2, 1, 3, partial=True),
     World(2, 1, 2, 2, vocabulary=1, merge=True),
 ]
 MORE = [
@@ -226,6 +232,7 @@ MORE = [
     World(3, 1, 2, 3, vocabulary=1, forgetting=False, merge=True),
 ]
 LARGE = [
+    World(3, 2, 1, 4, forgetting=False, partial=True),
     World(2, 1, 2, 2),
     World(3, 1, 2, 2, vocabulary=1),
     World(2, 1, 2, 2, vocabulary=1, forgetting=False, steps=1),
@@ -243,13 +250,12 @@ if PROFILE == "nightly":
 
 
 def title(world: World) -> str:
-    name = f"{world.num_blocks}x{world.block_size}x{world.sequences}-vocabulary{world.vocabulary}"
-    return (
-        name
-        + "-merge" * world.merge
-        + "-steps" * (world.steps > 0)
-        + ("-no-hash" * (world.hash_bits == 0))
-    )
+    switches = [
+        name for name in ("merge", "forgetting", "partial", "steps") if getattr(world, name)
+    ]
+    switches += ["no_hash"] * (world.hash_bits == 0)
+    shape = f"{world.num_blocks}x{world.block_size}x{world.sequences}"
+    return "-".join([shape, f"vocabulary{world.vocabulary}", *switches])
 
 
 @pytest.fixture(scope="module")
