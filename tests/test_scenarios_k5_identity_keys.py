@@ -77,6 +77,11 @@ TELL_APART: dict[str, tuple[Any, ...]] = {
         Namespace(extra=(("ab", "c"),)),
         Namespace(extra=(("a", "bc"),)),
         Namespace(salt="abc"),
+        # A part that spells what stands between two others.
+        Namespace(extra=(("as", "b"),)),
+        Namespace(extra=(("a", "sb"),)),
+        Namespace(lora="a\x03sb"),
+        Namespace(lora="a", salt="b"),
     ),
 }
 
@@ -244,10 +249,11 @@ def test_K5_06_recomputing_from_the_item_gives_the_content_of_a_full_computation
 
 
 def test_K5_08_no_two_combinations_of_parts_have_one_key() -> None:
-    values = [None, "a", "b", "ab", "aa", "s", b"a", b"ab", b"s"]
+    values = [None, "a", "b", "ab", "s", "a\x03sb", b"a", b"ab", b"a\x03sb"]
     versions = [None, 0, 1, 97]
     extras: list[tuple[tuple[str, Any], ...]] = [
         (), (("a", "b"),), (("a", b"b"),), (("ab", "a"),), (("a", 1),), (("a", "a"), ("b", "b")),
+        (("as", "b"),), (("a", "sb"),), (("a", "a\x04bsb"),),
     ]  # fmt: skip
     keys = {
         Namespace(model, lora, version, salt, extra).key()
