@@ -372,7 +372,7 @@ class Scheduler:
         Two prompts that agree beyond what is cached miss at the same block. So it is
         compared with those that miss at a block like its own, not with everybody.
         """
-        if not self.wait_for_prefix or not isinstance(request, Request) or request.waited:
+        if not isinstance(request, Request) or request.waited:
             return False
         prompt = request.prompt
         column = self._needed(request) - verdict.needed  # of the first block not cached
@@ -385,7 +385,7 @@ class Scheduler:
         return request.waited
 
     def _computes(self, request: Request, column: int, entered: _Entered) -> None:
-        """Note that a request enters which computes its blocks from ``column`` on."""
+        """Note, if others may wait for them, that it computes its blocks from ``column`` on."""
         prompt = request.prompt
         if self.wait_for_prefix and prompt is not None and column < prompt.num_full_blocks:
             entered.setdefault(prompt.chain_hash(column), []).append(prompt)
