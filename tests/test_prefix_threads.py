@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcore import BlockManager, BlockPool, Counter, OutOfBlocks
+from kvcore import BlockManager, BlockPool, Counter, OutOfBlocks, PrefixIndex
 from kvcore.prefix_log import Change, Cleared, Removed, Stored
 
 THREADS = 8
@@ -193,14 +193,17 @@ def mirror(changes: list[Change], known: dict[int, Stored]) -> None:
             known.clear()
 
 
-@pytest.mark.parametrize("merge_duplicates", [False, True])
-def test_K9_01_a_hit_is_always_the_content_that_was_asked_for(merge_duplicates: bool) -> None:
+@pytest.mark.parametrize(("merge_duplicates", "hash_bits"), [(False, 1), (True, 63)])
+def test_K9_01_a_hit_is_always_the_content_that_was_asked_for(
+    merge_duplicates: bool, hash_bits: int
+) -> None:
     """8 threads, two managers on one pool, every call of prefix sharing, and blocks run out.
 
     Meanwhile one more thread reads the counts and follows the log of the index, and each of
     its readings is of one moment.
     """
     pool = BlockPool(60)
+    index = PrefixIndex(pool, BLOCK_SIZE, hash_bits=hash_bits)
     managers = [
         BlockManager(
             60,
@@ -213,8 +216,6 @@ def test_K9_01_a_hit_is_always_the_content_that_was_asked_for(merge_duplicates: 
         )
         for _ in range(2)
     ]
-    index = pool.index
-    assert index is not None
     index.start_log()
     content: dict[int, Path] = {}
     engines = [Engine(managers[thread % 2], content, thread) for thread in range(THREADS)]
