@@ -148,6 +148,37 @@ def test_a_copy_in_c_is_held_back_by_the_fence(consumer: ModuleType) -> None:
     in_c.check()
 
 
+def test_a_loop_in_c_never_writes_into_what_others_can_find(consumer: ModuleType) -> None:
+    """Back into a published block and on: copied if it is shared, else its identity goes."""
+    in_c, in_python = (BlockManager(20, 4, prefix_caching=True) for _ in range(2))
+    tokens = list(range(8))
+    for bm in (in_c, in_python):
+        bm.allocate("alone", tokens=tokens)
+        bm.commit("alone")
+    # The last block by its only holder: nobody finds it any more.
+    for bm in (in_c, in_python):
+        bm.truncate("alone", 6)
+        assert bm.match([*tokens, 9]) == 8
+    assert consumer.append(in_c, "alone", 1) == append_in_python(in_python, "alone", 1)
+    for bm in (in_c, in_python):
+        assert bm.match([*tokens, 9]) == 4
+        bm.commit("alone", [60])
+        bm.check()
+    # The first block, which another has hit: it stays, and the writer moves.
+    for bm in (in_c, in_python):
+        assert bm.allocate("other", tokens=[0, 1, 2, 3, 50]) == 4
+        bm.truncate("alone", 2)
+    assert consumer.append(in_c, "alone", 6) == append_in_python(in_python, "alone", 6)
+    for bm in (in_c, in_python):
+        assert bm.tables["alone"][0] != bm.tables["other"][0]
+        assert bm.match([*tokens, 9]) == 4
+        bm.commit("alone", [80, 81, 82, 83, 84, 85])
+        assert bm.match([0, 1, 80, 81, 82, 83, 84, 85, 9]) == 8
+        bm.check()
+    assert in_c.tables["alone"] == in_python.tables["alone"].tolist()
+    assert in_c.gauges() == in_python.gauges()
+
+
 def test_errors_cross_the_c_interface(consumer: ModuleType) -> None:
     with pytest.raises(KeyError, match="nobody"):
         consumer.append(BlockManager(4, 4), "nobody", 1)
