@@ -146,12 +146,14 @@ cdef inline int32_t *table_of(const slab_t *slab, int32_t row) noexcept nogil:
 
 
 cdef inline bint append_in_place(
-    const slab_t *slab, int32_t row, int32_t *block, int32_t *offset
+    const slab_t *slab, bint sealed, int32_t row, int32_t *block, int32_t *offset
 ) noexcept nogil:
     """One more token in the row's last block, if that has room, no other holder and no
     identity.
 
-    Else nothing changes. Needs: a live row of fewer than 2**31 - 1 tokens.
+    Else nothing changes. ``sealed`` is whether blocks may have an identity, marks != NULL:
+    an argument, so that a loop without prefix caching does not ask each time.
+    Needs: a live row of fewer than 2**31 - 1 tokens.
     """
     # Unsigned and wide from the start, so that the loop holds no sign extensions.
     cdef uint64_t length = <uint32_t>slab.lengths[row]
@@ -161,7 +163,7 @@ cdef inline bint append_in_place(
     if within == 0:
         return False
     last = <uint32_t>slab.tables[<uint32_t>row * <uint64_t>slab.num_columns + column]
-    if slab.ref[last] > 1 or (slab.marks != NULL and slab.marks[last] != UNMARKED):
+    if slab.ref[last] > 1 or (sealed and slab.marks[last] != UNMARKED):
         return False
     slab.lengths[row] = <int32_t>length + 1
     block[0] = <int32_t>last

@@ -36,7 +36,7 @@ from kvcore._token_input cimport (
 )
 from kvcore.pool cimport (
     KEPT, BlockPool, available_blocks, lose_content, release_block, release_blocks_reversed,
-    take_blocks, unlink_evictable,
+    take_block, take_blocks, unlink_evictable,
 )
 from kvcore.prefix_index cimport (
     BARRED, NOWHERE, UNKNOWN_KEY, PrefixIndex, Prompt, begin_content, drop_key, find_beginning,
@@ -110,6 +110,17 @@ class AllocationPlan(NamedTuple):
 # ---------------------------------------------------------------- one table, in C
 
 
+cdef inline int32_t take(BlockManager self, int32_t row, int32_t column) noexcept nogil:
+    """A block for a cell of a row. Needs: one is available."""
+    cdef int32_t block
+    self.counts[EVICTIONS] += self.blocks.num_free == 0
+    self.counts[BLOCKS_TAKEN] += 1
+    block = take_block(self.blocks)
+    if self.contents != NULL:
+        begin_content(self.contents, block, self.roots[row] if column == 0 else 0)
+    return block
+
+
 cdef inline void take_into(
     BlockManager self, int32_t row, int32_t column, int32_t count
 ) noexcept nogil:
@@ -167,7 +178,7 @@ cdef inline int32_t own_tail(BlockManager self, int32_t row, int32_t column) noe
     """
     cdef int32_t *cell = table_of(&self.slab, row) + column
     cdef int32_t shared = cell[0]
-    take_into(self, row, column, 1)
+    cell[0] = take(self, row, column)
     if self.contents != NULL:
         copy_content(
             self.contents, shared, cell[0],
@@ -205,7 +216,7 @@ cdef int32_t append_with_block(
     elif column == self.slab.num_columns:
         return NO_CELL
     else:
-        take_into(self, row, column, 1)
+        table_of(&self.slab, row)[column] = take(self, row, column)
     self.slab.lengths[row] = length + 1
     return table_of(&self.slab, row)[column]
 
@@ -216,7 +227,7 @@ cdef inline int32_t append_one(
     """Needs: what append_in_place and append_with_block need."""
     cdef int32_t block
     copy_source[0] = -1
-    if append_in_place(&self.slab, row, &block, offset):
+    if append_in_place(&self.slab, self.slab.marks != NULL, row, &block, offset):
         return block
     return append_with_block(self, row, offset, copy_source)
 
@@ -232,15 +243,33 @@ cdef cnp.npy_intp append_rows(
 ) noexcept nogil:
     """One token for each row. Returns how many were served, and what stopped the next.
 
-    What append_one does, in a loop that keeps the slab in registers: a row in steady
-    decode costs three dependent loads and three multiplications, and no call.
     Needs: live rows; room for ``count`` slots and pairs; reserve_fence(count).
+    """
+    if self.slab.marks == NULL:
+        return append_run(self, False, rows, count, slots, pairs, num_copies, stopped_by)
+    return append_run(self, True, rows, count, slots, pairs, num_copies, stopped_by)
+
+
+cdef inline cnp.npy_intp append_run(
+    BlockManager self,
+    bint sealed,
+    const int32_t *rows,
+    cnp.npy_intp count,
+    int64_t *slots,
+    int32_t *pairs,
+    cnp.npy_intp *num_copies,
+    int32_t *stopped_by,
+) noexcept nogil:
+    """What append_one does, in a loop that keeps the slab in registers.
+
+    A row in steady decode costs three dependent loads, with prefix caching four, three
+    multiplications, and no call.
     """
     cdef slab_t slab = self.slab
     cdef cnp.npy_intp i
     cdef int32_t block, offset, taken, position, source
     for i in range(count):
-        if append_in_place(&slab, rows[i], &block, &offset):
+        if append_in_place(&slab, sealed, rows[i], &block, &offset):
             slots[i] = <int64_t>block * slab.block_size + offset
             continue
         taken = append_with_block(self, rows[i], &position, &source)

@@ -922,7 +922,6 @@ cdef class PrefixIndex:
             if references[i] and self.keys_by_number[i] is None:
                 raise InvariantError("I11", None, f"key {i} is used but forgotten")
 
-
     cdef int check_hashes(self) except -1:
         """Each content has the hash of its tokens after those before it, if they are here."""
         cdef index_t *index = &self.state
