@@ -124,6 +124,7 @@ class Namespace(_Frozen):
     lora_version: int | None
     salt: str | bytes | None
     extra: tuple[tuple[str, str | bytes | int], ...]
+    _key: bytes
 
     def __init__(
         self,
@@ -133,13 +134,14 @@ class Namespace(_Frozen):
         salt: str | bytes | None = None,
         extra: tuple[tuple[str, str | bytes | int], ...] = (),
     ) -> None:
-        for name, value in (("model", model), ("lora", lora), ("salt", salt)):
-            if not isinstance(value, str | bytes | None):
-                raise TypeError(_wrong_type(name, "str or bytes", value))
+        for name, part in (("model", model), ("lora", lora), ("salt", salt)):
+            if not isinstance(part, str | bytes | None):
+                raise TypeError(_wrong_type(name, "str or bytes", part))
         if lora_version is not None:
             lora_version = _integer("lora_version", lora_version, -(2**63))
         extra = _sorted_by_name(extra)
         parts = bytearray()
+        value: str | bytes | int | None
         for number, value in enumerate((model, lora, lora_version, salt)):
             if value is not None:
                 parts.append(number)
@@ -155,8 +157,7 @@ class Namespace(_Frozen):
 
     def key(self) -> bytes:
         """Return the bytes that stand for this namespace: ``b""`` if it has no part."""
-        key: bytes = self._key
-        return key
+        return self._key
 
 
 class Media(_Frozen):

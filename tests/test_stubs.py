@@ -12,6 +12,8 @@ import pytest
 
 import kvcore
 
+COMPILED = ("kvcore.pool", "kvcore.eviction", "kvcore.prefix_index", "kvcore.block_manager")
+
 
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
 def test_stubs_agree_with_the_compiled_modules(tmp_path: Path) -> None:
@@ -19,7 +21,7 @@ def test_stubs_agree_with_the_compiled_modules(tmp_path: Path) -> None:
     # each in its own way, and a folder that it starts in always the same.
     shutil.copytree(Path(kvcore.__file__).parent, tmp_path / "kvcore")
     process = subprocess.run(
-        [sys.executable, "-m", "mypy.stubtest", "kvcore.pool", "kvcore.block_manager"],
+        [sys.executable, "-m", "mypy.stubtest", *COMPILED],
         cwd=tmp_path,
         capture_output=True,
         text=True,
