@@ -173,7 +173,7 @@ class PrefixWorld:
             text = Text(namespace=chance.choice(NAMESPACES))
         longest = max(2, self.setting.num_blocks * self.size // 2)
         text.tokens += self.random_tokens(chance, chance.randint(0, self.size + 1))
-        if self.setting.media and chance.random() < 0.15:
+        if self.setting.media and chance.random() < 0.2:
             start, length = len(text.tokens), chance.randint(1, 2 * self.size)
             item = Media(start, start + length, chance.choice([b"x", b"y"]))
             text.tokens += [PLACEHOLDER] * length
@@ -297,6 +297,29 @@ class PrefixWorld:
             self.past.append(self.texts[self.name(seq)])
             self.texts[self.name(seq)] = self.texts[self.name(seq)].first(n_tokens)
             del self.memory.tokens[self.name(seq)][n_tokens:]
+
+    def cut_media(self, chance: random.Random) -> None:
+        """Text in the place of the end of a picture, with the same ids as that had."""
+        live = {seq: self.texts[self.name(seq)] for seq in self.model}
+        seqs = [seq for seq, text in live.items() if any(i.stop - i.start > 1 for i in text.media)]
+        if not seqs:
+            return
+        seq = chance.choice(seqs)
+        item = chance.choice([item for item in live[seq].media if item.stop - item.start > 1])
+        n_tokens = chance.randint(item.start + 1, item.stop - 1)
+        self.both(lambda manager: manager.truncate(seq, n_tokens))
+        self.past.append(live[seq])
+        self.texts[self.name(seq)] = live[seq].first(n_tokens)
+        del self.memory.tokens[self.name(seq)][n_tokens:]
+        count = item.stop - n_tokens
+        result = self.both(lambda manager: manager.append_slots(seq, count))
+        if result[0] == "returned":
+            slots, pair = result[1]
+            self.memory.copy_all([pair] if pair else [], self.size)
+            self.grew(seq, [PLACEHOLDER] * count, slots)
+            new = self.texts[self.name(seq)].tokens[self.model.known(seq) :]
+            self.both(lambda manager: manager.commit(seq, new))
+            self.happened("pictures cut")
 
     def fork(self, chance: random.Random) -> None:
         parent, child = self.pick(chance, live=True), self.pick(chance, live=False)
@@ -640,6 +663,7 @@ class PrefixWorld:
         *["append_batch"] * 2,
         "decode",
         *["truncate"] * 2,
+        *["cut_media"] * 2,
         *["fork"] * 3,
         "reorder",
         *["free_seq"] * 13,
