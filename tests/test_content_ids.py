@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import kvcore
-from kvcore import content_ids
+from kvcore import BlockManager, OutOfBlocks, PrefixIndex, content_ids
 from kvcore.content_ids import (
     ContentEvent,
     ContentId,
@@ -33,7 +35,7 @@ from kvcore.content_ids import (
     ContentStored,
     as_uint64,
 )
-from kvcore.identity import Media, MediaPart, Namespace, block_keys
+from kvcore.identity import Media, MediaPart, Namespace, block_keys, decode_key
 from kvcore.prefix_log import Change, Cleared, Removed, Stored
 
 needs_xxhash = pytest.mark.skipif(
@@ -614,6 +616,83 @@ class Following(RuleBasedStateMachine):
 
 
 TestFollowing = Following.TestCase
+
+
+def names_of_what_can_be_hit(index: PrefixIndex, ids: ContentIds) -> set[ContentId]:
+    """From the blocks themselves, without the log: each content's name by its whole path."""
+    found = map(index.identity, range(index.pool.num_blocks))
+    contents = {identity.uid: identity for identity in found if identity is not None}
+    names = set()
+    for last in contents.values():
+        path = [last]
+        while path[-1].parent in contents:
+            path.append(contents[path[-1].parent])
+        if path[-1].parent == 0:
+            path.reverse()
+            media = {
+                Media(start, start + part.length, part.digest)
+                for column, identity in enumerate(path)
+                for part in decode_key(identity.key).media
+                for start in [column * index.block_size + part.offset]
+            }
+            tokens = [token for identity in path for token in identity.tokens]
+            # An item may end beyond the path's last token.
+            end = max([len(tokens), *(item.stop for item in media)])
+            padded = tokens + [0] * (end - len(tokens))
+            namespace = decode_key(path[0].key).namespace
+            named = ids.ids_of(padded, namespace=namespace, media=list(media))
+            names.add(named[len(path) - 1])
+    return names
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_log_of_a_real_index_names_what_can_be_hit(seed: int) -> None:
+    """Publish, hit, evict, forget, lose, reset, new epochs; drains anywhere, a short log."""
+    chance = random.Random(seed)
+    bm = BlockManager(24, 2, prefix_caching=True)
+    index = bm.pool.index
+    assert index is not None
+    index.start_log(16)
+    ids = ContentIds(block_size=2)
+    read: set[ContentId] = set()
+    named = 0
+    for number in range(1_500):
+        with suppress(OutOfBlocks):
+            tokens = [chance.randrange(2) for _ in range(chance.randrange(1, 12))]
+            who: dict[str, Any] = {"namespace": chance.choice([None, "red", Namespace(lora="x")])}
+            if len(tokens) > 3 and chance.random() < 0.3:
+                who["media"] = [Media(1, chance.randrange(2, len(tokens)), b"picture")]
+            bm.allocate(number, tokens=tokens, **who)
+            bm.commit(number)
+        while len(bm) > 3:
+            bm.free_seq(chance.choice(list(bm)))
+        event = chance.randrange(40)
+        if event < 4:
+            bm.evict(event)
+        elif event < 6:
+            bm.forget(tokens, **who)
+        elif event < 12:
+            bm.pool.forget(chance.randrange(24))
+        elif event == 12:
+            bm.reset()
+        elif event == 13:
+            bm.set_epoch(number)
+        if chance.random() < 0.3:
+            for told in ids.apply(index.drain()):
+                if isinstance(told, ContentStored):
+                    assert told.id not in read
+                    assert told.parent is None or told.parent in read
+                    read.add(told.id)
+                elif isinstance(told, ContentRemoved):
+                    read.remove(told.id)
+                else:
+                    read.clear()
+            assert ids.epoch == index.epoch
+            assert read == names_of_what_can_be_hit(index, ids)
+            assert len(ids) == len(read)
+            named += len(read)
+    assert named > 1_000
+    bm.check()
 
 
 def chains(rounds: int) -> Iterator[list[Change]]:
