@@ -232,6 +232,22 @@ cdef inline int32_t append_one(
     return append_with_block(self, row, offset, copy_source)
 
 
+cdef int32_t append_elsewhere(
+    BlockManager self, int32_t row, int64_t *slot, int32_t *pairs, cnp.npy_intp *num_copies
+) noexcept nogil:
+    """append_with_block for a batch: the slot and the pair go where they are wanted."""
+    cdef int32_t offset, source
+    cdef int32_t block = append_with_block(self, row, &offset, &source)
+    if block < 0:
+        return block
+    slot[0] = <int64_t>block * self.slab.block_size + offset
+    if source >= 0:
+        pairs[2 * num_copies[0]] = source
+        pairs[2 * num_copies[0] + 1] = block
+        num_copies[0] += 1
+    return block
+
+
 cdef cnp.npy_intp append_rows(
     BlockManager self,
     const int32_t *rows,
@@ -243,44 +259,30 @@ cdef cnp.npy_intp append_rows(
 ) noexcept nogil:
     """One token for each row. Returns how many were served, and what stopped the next.
 
+    What append_one does, in loops that keep the slab in registers, one with and one
+    without the look at the marks: a row in steady decode costs three dependent loads, or
+    four, three multiplications, and no call.
     Needs: live rows; room for ``count`` slots and pairs; reserve_fence(count).
-    """
-    if self.slab.marks == NULL:
-        return append_run(self, False, rows, count, slots, pairs, num_copies, stopped_by)
-    return append_run(self, True, rows, count, slots, pairs, num_copies, stopped_by)
-
-
-cdef inline cnp.npy_intp append_run(
-    BlockManager self,
-    bint sealed,
-    const int32_t *rows,
-    cnp.npy_intp count,
-    int64_t *slots,
-    int32_t *pairs,
-    cnp.npy_intp *num_copies,
-    int32_t *stopped_by,
-) noexcept nogil:
-    """What append_one does, in a loop that keeps the slab in registers.
-
-    A row in steady decode costs three dependent loads, with prefix caching four, three
-    multiplications, and no call.
     """
     cdef slab_t slab = self.slab
     cdef cnp.npy_intp i
-    cdef int32_t block, offset, taken, position, source
+    cdef int32_t block, offset
+    if slab.marks == NULL:
+        for i in range(count):
+            if append_in_place(&slab, False, rows[i], &block, &offset):
+                slots[i] = <int64_t>block * slab.block_size + offset
+                continue
+            stopped_by[0] = append_elsewhere(self, rows[i], slots + i, pairs, num_copies)
+            if stopped_by[0] < 0:
+                return i
+        return count
     for i in range(count):
-        if append_in_place(&slab, sealed, rows[i], &block, &offset):
+        if append_in_place(&slab, True, rows[i], &block, &offset):
             slots[i] = <int64_t>block * slab.block_size + offset
             continue
-        taken = append_with_block(self, rows[i], &position, &source)
-        if taken < 0:
-            stopped_by[0] = taken
+        stopped_by[0] = append_elsewhere(self, rows[i], slots + i, pairs, num_copies)
+        if stopped_by[0] < 0:
             return i
-        slots[i] = <int64_t>taken * slab.block_size + position
-        if source >= 0:
-            pairs[2 * num_copies[0]] = source
-            pairs[2 * num_copies[0] + 1] = taken
-            num_copies[0] += 1
     return count
 
 

@@ -180,9 +180,13 @@ cdef void unlink_sibling(index_t *index, int32_t block) noexcept nogil:
         ] = after
 
 
+cdef inline bint is_first_copy(const index_t *index, int32_t block) noexcept nogil:
+    cdef int32_t before = index.before[block]
+    return before == NOWHERE or index.records[before].uid != index.records[block].uid
+
+
 cdef inline int32_t first_copy(const index_t *index, int32_t block) noexcept nogil:
-    cdef int64_t uid = index.records[block].uid
-    while index.before[block] != NOWHERE and index.records[index.before[block]].uid == uid:
+    while not is_first_copy(index, block):
         block = index.before[block]
     return block
 
@@ -530,8 +534,9 @@ cdef class PrefixIndex:
     cdef int32_t walk(self, Prompt prompt, int32_t limit) noexcept:
         """How many leading full blocks of a prompt are here, at most ``limit``.
 
-        ``prompt.blocks`` and ``prompt.uids`` tell which. What the last walk found is
-        tried first: a block whose uid is unchanged holds the content that it held then.
+        ``prompt.blocks`` and ``prompt.uids`` tell which; of several copies, the first.
+        What the last walk found is tried first: a block whose uid is unchanged holds the
+        content that it held then.
         The rest is looked up, candidates one or two groups ahead of their comparison, so
         that cache misses overlap; hash_blocks has asked for the buckets.
         Needs: resolve_keys or intern_keys in this call.
@@ -543,7 +548,11 @@ cdef class PrefixIndex:
         cdef int32_t next_key = 0
         cdef int32_t ahead, stop, key, block
         cdef int64_t parent
-        while found < known and index.records[prompt.blocks[found]].uid == prompt.uids[found]:
+        while (
+            found < known
+            and index.records[prompt.blocks[found]].uid == prompt.uids[found]
+            and is_first_copy(index, prompt.blocks[found])
+        ):
             found += 1
         if found == limit:
             return limit
