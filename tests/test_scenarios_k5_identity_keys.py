@@ -500,11 +500,11 @@ def test_K5_12_names_of_contents_are_equal_in_every_process(profile: str) -> Non
     if profile == "xxh3":
         pytest.importorskip("xxhash", reason="the profile needs the package xxhash")
     told: list[list[Any]] = []
+    path = os.pathsep.join([str(Path(kvcore.__file__).parents[1]), *sys.path])
     for seed in ("0", "4242", "random"):
         process = subprocess.run(
             [sys.executable, "-P", "-c", NAME_CONTENTS, profile],
-            env=os.environ
-            | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(kvcore.__file__).parents[1])},
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path},
             capture_output=True,
             text=True,
             timeout=120,
