@@ -122,7 +122,8 @@ class PrefixWorld:
         self.uids = Uids()
         self.texts: dict[Hashable, Text] = {}
         self.past: deque[Text] = deque(maxlen=10)
-        self.prompts: deque[tuple[Any, Any, Text]] = deque(maxlen=4)
+        # The core's, the model's, what it says, and what computing it alone would give.
+        self.prompts: deque[tuple[Any, Any, Text, list[int]]] = deque(maxlen=4)
         self.pins: list[tuple[Any, Any]] = []
         self.counts: dict[str, int] = {}
         self.log_capacity = setting.log_capacity
@@ -191,6 +192,10 @@ class PrefixWorld:
         text = chance.choice(texts)
         return text.first(chance.choice([len(text.tokens), chance.randint(0, len(text.tokens))]))
 
+    def alone(self, text: Text) -> list[int]:
+        """What computing it without sharing anything would write."""
+        return self.memory.contents_of(namespace_key(text.namespace), text.tokens, text.media)
+
     def grew(self, seq: Hashable, tokens: list[int], slots: list[int]) -> None:
         """The sequence was given slots for tokens of text."""
         contents = list(self.memory.tokens[self.name(seq)])
@@ -228,13 +233,15 @@ class PrefixWorld:
                 self.core.prompt(core_tokens, **who),
                 self.model.prompt(model_tokens, **who),
             )
-            self.prompts.append((core_tokens, model_tokens, text))
+            self.prompts.append((core_tokens, model_tokens, text, self.alone(text)))
             who = {}
-        elif kind == "old prompt" and self.prompts:
-            core_tokens, model_tokens, text = chance.choice(self.prompts)
+        contents = self.alone(text)
+        if kind == "old prompt" and self.prompts:
+            core_tokens, model_tokens, text, contents = chance.choice(self.prompts)
             who = {}
         if n_tokens is not None:
             text = Text(text.tokens + unknown, text.namespace, text.media)
+            contents = self.alone(text)
         result = self.both(
             lambda model: model.allocate(seq, n_tokens, tokens=model_tokens, **who, **switches),
             lambda core: core.allocate(seq, n_tokens, tokens=core_tokens, **who, **switches),
@@ -253,7 +260,6 @@ class PrefixWorld:
             self.memory.copy_head(*pair)
         self.texts[self.name(seq)] = Text(list(text.tokens), text.namespace, text.media)
         self.past.append(text)
-        contents = self.memory.contents_of(namespace_key(text.namespace), text.tokens, text.media)
         self.memory.compute(self.name(seq), contents, self.model.slots(seq)[cached:], self.size)
 
     def append_slots(self, chance: random.Random) -> None:
@@ -298,6 +304,33 @@ class PrefixWorld:
             self.texts[self.name(seq)] = self.texts[self.name(seq)].first(n_tokens)
             del self.memory.tokens[self.name(seq)][n_tokens:]
 
+    def preempt_one(self, chance: random.Random) -> None:
+        seq = self.pick(chance, live=True)
+        if seq in self.model:
+            self.preempt(seq)
+
+    def preempt(self, seq: Hashable) -> None:
+        """Out and in again, with what was known of it."""
+        text, contents = self.texts[self.name(seq)], self.memory.tokens[self.name(seq)]
+        prompt, model_prompt = self.core.prompt_of(seq), self.model.prompt_of(seq)
+        known = len(model_prompt)
+        assert prompt.tokens.tolist() == model_prompt.tokens
+        self.both(lambda manager: manager.free_seq(seq))
+        self.past.append(self.texts.pop(self.name(seq)))
+        del self.memory.tokens[self.name(seq)]
+        result = self.both(
+            lambda model: model.allocate(seq, len(text.tokens), tokens=model_prompt, resumed=True),
+            lambda core: core.allocate(seq, len(text.tokens), tokens=prompt, resumed=True),
+        )
+        if result[0] == "returned":
+            self.happened("resumed")
+            self.texts[self.name(seq)] = text
+            self.memory.compute(
+                self.name(seq), contents, self.model.slots(seq)[result[1] :], self.size
+            )
+            n_settled = known - known % 2
+            self.both(lambda manager: manager.commit(seq, n_settled=n_settled))
+
     def cut_media(self, chance: random.Random) -> None:
         """Text in the place of the end of a picture, with the same ids as that had."""
         live = {seq: self.texts[self.name(seq)] for seq in self.model}
@@ -320,6 +353,8 @@ class PrefixWorld:
             new = self.texts[self.name(seq)].tokens[self.model.known(seq) :]
             self.both(lambda manager: manager.commit(seq, new))
             self.happened("pictures cut")
+            if chance.random() < 0.5:
+                self.preempt(seq)
 
     def fork(self, chance: random.Random) -> None:
         parent, child = self.pick(chance, live=True), self.pick(chance, live=False)
@@ -502,9 +537,8 @@ class PrefixWorld:
             assert prompt.tokens.tolist() == model_prompt.tokens
             self.both(lambda model: model.match(model_prompt), lambda core: core.match(prompt))
             told = self.texts[self.name(seq)].first(len(model_prompt))
-            alone = self.memory.contents_of(model_prompt.namespace, told.tokens, told.media)
-            if alone == self.memory.tokens[self.name(seq)][: len(alone)]:
-                self.prompts.append((prompt, model_prompt, told))
+            contents = self.memory.tokens[self.name(seq)][: len(model_prompt)]
+            self.prompts.append((prompt, model_prompt, told, contents))
         else:
             self.both(lambda manager: manager.prompt_of(seq))
 
@@ -664,6 +698,7 @@ class PrefixWorld:
         "decode",
         *["truncate"] * 2,
         *["cut_media"] * 2,
+        *["preempt_one"] * 2,
         *["fork"] * 3,
         "reorder",
         *["free_seq"] * 13,

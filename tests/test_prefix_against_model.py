@@ -125,6 +125,7 @@ def test_long_lives(summary: list[str]) -> None:
         "blocks hit",
         "partial hits",
         "pictures cut",
+        "resumed",
         "published by a batch",
         "contradicted",
         "refused",
