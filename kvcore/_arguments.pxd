@@ -1,6 +1,7 @@
 # Checks of arguments, done once, at the edge. Everything below them is unchecked.
 
 from cpython.long cimport PyLong_AsLongLongAndOverflow
+from libc.float cimport DBL_MAX as MOST
 from libc.stdint cimport int64_t
 
 
@@ -21,6 +22,18 @@ cdef inline int64_t integer(
     if overflow or number < minimum or number > maximum:
         raise ValueError(f"{name} must be between {minimum} and {maximum}, got {value}")
     return number
+
+
+cdef inline double number(object value, str name) except? -1:
+    """``value`` as a finite float, or an error naming both."""
+    cdef double result
+    try:
+        result = value
+    except TypeError:
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    if not -MOST <= result <= MOST:
+        raise ValueError(f"{name} must be finite, got {value!r}")
+    return result
 
 
 cdef inline list items(object values, str name):

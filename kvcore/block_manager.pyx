@@ -28,19 +28,20 @@ from weakref import ref as weak_reference
 
 import numpy as np
 
-from kvcore._arguments cimport integer, items
+from kvcore._arguments cimport integer, items, number
 from kvcore._arrays cimport int32_data, int32_table, int32_zeros, int64_data, int64_zeros
 from kvcore.eviction cimport RetentionPriority
 from kvcore._token_input cimport (
     bad_token, copy_buffer, copy_list, open_buffer, token_source,
 )
 from kvcore.pool cimport (
-    KEPT, BlockPool, available_blocks, lose_content, release_block, release_blocks_reversed,
-    take_block, take_blocks, unlink_evictable,
+    AHEAD, KEPT, BlockPool, available_blocks, lose_content, prefetch, release_block,
+    release_blocks_reversed, take_block, take_blocks, unlink_evictable,
 )
 from kvcore.prefix_index cimport (
     BARRED, NOWHERE, UNKNOWN_KEY, PrefixIndex, Prompt, begin_content, drop_key, find_beginning,
-    find_twin, hash_of, hold_key, index_t, make_prompt, publish, set_key, tokens_of,
+    find_twin, hash_of, hold_key, index_t, make_prompt, publish, record_of, set_key,
+    tokens_of,
 )
 
 from kvcore.counters import Counter
@@ -157,17 +158,17 @@ cdef inline void copy_content(
     index_t *contents, int32_t source, int32_t copy, int32_t n_tokens
 ) noexcept nogil:
     """What is known of the first ``n_tokens`` of a block is true of its copy."""
-    cdef int32_t known = min(contents.filled[source], n_tokens)
+    cdef int32_t known = min(record_of(contents, source).filled, n_tokens)
     memcpy(tokens_of(contents, copy), tokens_of(contents, source), known * sizeof(int32_t))
-    contents.filled[copy] = known
-    set_key(contents, copy, contents.records[source].key)
+    record_of(contents, copy).filled = known
+    set_key(contents, copy, record_of(contents, source).key)
 
 
 cdef inline void open_tail(BlockManager self, int32_t block) noexcept nogil:
     """Its last holder is about to write into a block: it loses its identity, if it has one."""
     if self.contents != NULL and self.slab.marks[block] != UNMARKED:
         lose_content(self.blocks, block)
-        self.contents.records[block].parent = 0  # not BARRED: what comes is new
+        record_of(self.contents, block).parent = 0  # not BARRED: what comes is new
 
 
 cdef inline int32_t own_tail(BlockManager self, int32_t row, int32_t column) noexcept nogil:
@@ -348,7 +349,7 @@ cdef void know_less(
         self.cut_columns[row] = UNCUT
     if n_tokens < length and n_tokens > column * self.slab.block_size:
         block = table_of(&self.slab, row)[column]
-        if self.contents.records[block].key != (self.roots[row] if column == 0 else 0):
+        if record_of(self.contents, block).key != (self.roots[row] if column == 0 else 0):
             self.cut_columns[row] = column
 
 
@@ -366,12 +367,15 @@ cdef inline void shorten(BlockManager self, int32_t row, int32_t n_tokens) noexc
 # ---------------------------------------------------------------- prefixes, in C
 
 
-cdef inline void claim(BlockManager self, int32_t block) noexcept nogil:
-    """One more holder of a block that a prefix match found."""
+cdef inline void claim(BlockManager self, int32_t block, bint is_hit) noexcept nogil:
+    """One more holder of a block that a prefix match found.
+
+    ``is_hit``: for a new request, which tells the eviction policy that it was worth keeping.
+    """
     if self.blocks.ref[block] == 0:
         unlink_evictable(self.blocks, block, KEPT)
     self.blocks.ref[block] += 1
-    if self.blocks.eviction.hit != NULL:
+    if is_hit and self.blocks.eviction.hit != NULL:
         self.blocks.eviction.hit(self.blocks.eviction.state, block)
 
 
@@ -434,9 +438,9 @@ cdef void write_prompt(
             tokens_of(contents, block), prompt.tokens + <int64_t>column * size,
             count * sizeof(int32_t),
         )
-        contents.filled[block] = count
+        record_of(contents, block).filled = count
         if count == size:
-            contents.records[block].hash = prompt.hashes[column]
+            record_of(contents, block).hash = prompt.hashes[column]
     for i in range(prompt.num_keys):
         column = prompt.key_columns[i]
         if found <= column < blocks_for(&self.slab, self.slab.lengths[row]):
@@ -458,14 +462,14 @@ cdef inline void write_tokens(
         offset = self.known_tokens[row] - column * size
         block = table_of(&self.slab, row)[column]
         run = min(count, size - offset)
-        if contents.filled[block] == offset:
+        if record_of(contents, block).filled == offset:
             memcpy(tokens_of(contents, block) + offset, tokens, run * sizeof(int32_t))
-            contents.filled[block] = offset + run
+            record_of(contents, block).filled = offset + run
         elif not holds(contents, block, offset, tokens, run):
             # What stood here was dropped by truncate, and no other row knows it.
             memcpy(tokens_of(contents, block) + offset, tokens, run * sizeof(int32_t))
-            contents.filled[block] = offset + run
-            contents.records[block].hash = 0
+            record_of(contents, block).filled = offset + run
+            record_of(contents, block).hash = 0
         self.known_tokens[row] += run
         tokens += run
         count -= run
@@ -481,10 +485,10 @@ cdef inline bint write_next(BlockManager self, int32_t row, int32_t token) noexc
     cdef int32_t column = full_blocks(&self.slab, known)
     cdef int32_t offset = known - column * self.slab.block_size
     cdef int32_t block = table_of(&self.slab, row)[column]
-    if contents.filled[block] != offset:
+    if record_of(contents, block).filled != offset:
         return False
     tokens_of(contents, block)[offset] = token
-    contents.filled[block] = offset + 1
+    record_of(contents, block).filled = offset + 1
     self.known_tokens[row] = known + 1
     return True
 
@@ -493,7 +497,7 @@ cdef inline bint holds(
     const index_t *contents, int32_t block, int32_t offset, const int32_t *tokens, int32_t count
 ) noexcept nogil:
     """Whether these tokens are noted in a block already."""
-    return contents.filled[block] >= offset + count and (
+    return record_of(contents, block).filled >= offset + count and (
         memcmp(tokens_of(contents, block) + offset, tokens, count * sizeof(int32_t)) == 0
     )
 
@@ -519,23 +523,23 @@ cdef int32_t publish_settled(BlockManager self, int32_t row, int32_t n_settled) 
         parent = 0
         previous = 0
         if column > 0:
-            parent = contents.records[cells[column - 1]].uid
-            previous = contents.records[cells[column - 1]].hash
+            parent = record_of(contents, cells[column - 1]).uid
+            previous = record_of(contents, cells[column - 1]).hash
         if (
             (column > 0 and parent == 0)
-            or contents.records[block].parent == BARRED
-            or (contents.records[block].uid > 0 and contents.records[block].parent != parent)
+            or record_of(contents, block).parent == BARRED
+            or (record_of(contents, block).uid > 0 and record_of(contents, block).parent != parent)
         ):
             self.published_blocks[row] = CLOSED
             break
-        if contents.records[block].uid == 0:
-            if contents.records[block].hash == 0:
-                contents.records[block].hash = hash_of(
-                    contents, previous, tokens_of(contents, block), contents.records[block].key
+        if record_of(contents, block).uid == 0:
+            if record_of(contents, block).hash == 0:
+                record_of(contents, block).hash = hash_of(
+                    contents, previous, tokens_of(contents, block), record_of(contents, block).key
                 )
             twin = find_twin(contents, block, parent)
             if twin != NOWHERE and self.merge_duplicates:
-                claim(self, twin)
+                claim(self, twin, False)
                 cells[column] = twin
                 self.mirrored[row] = min(self.mirrored[row], column)
                 drop(self, &block, 1)
@@ -898,6 +902,7 @@ cdef class BlockManager:
         cdef int32_t row, found = 0, idle = 0, alike = 0, source = NOWHERE
         cdef int64_t cached = 0
         cdef int32_t i
+        cdef bint is_hit = not resumed
         cdef cnp.ndarray ranges = as_retention(self, retention) if retention else None
         copy = None
         with cython.critical_section(self.pool):
@@ -933,10 +938,13 @@ cdef class BlockManager:
                 self.unbind(seq)
                 raise
             for i in range(found):
-                claim(self, prompt.blocks[i])
+                if i + AHEAD < found:
+                    prefetch(&self.blocks.next[prompt.blocks[i + AHEAD]])
+                    prefetch(&self.blocks.previous[prompt.blocks[i + AHEAD]])
+                claim(self, prompt.blocks[i], is_hit)
                 table_of(&self.slab, row)[i] = prompt.blocks[i]
             if source != NOWHERE:
-                claim(self, source)
+                claim(self, source, is_hit)
             if prompt is not None:
                 self.roots[row] = prompt.namespace_number
                 hold_key(self.contents, prompt.namespace_number)
@@ -1640,11 +1648,12 @@ cdef class BlockManager:
             block = table_of(&self.slab, row)[column]
             run = min(count, size - offset)
             # Nobody else knows what stands in a block that this row alone holds.
-            if contents.filled[block] > offset and (
-                self.blocks.ref[block] > 1 or contents.records[block].uid > 0
+            if record_of(contents, block).filled > offset and (
+                self.blocks.ref[block] > 1 or record_of(contents, block).uid > 0
             ):
                 self.check_shared(
-                    row, column, offset, tokens, min(run, contents.filled[block] - offset)
+                    row, column, offset, tokens,
+                    min(run, record_of(contents, block).filled - offset),
                 )
             position += run
             tokens += run
@@ -1662,7 +1671,7 @@ cdef class BlockManager:
             if noted == tokens[i]:
                 continue
             for other in range(self.num_rows):
-                if self.contents.records[block].uid > 0 or (
+                if record_of(self.contents, block).uid > 0 or (
                     other != row
                     and self.known_tokens[other] > position + i
                     and blocks_for(&self.slab, self.slab.lengths[other]) > column
@@ -1742,15 +1751,15 @@ cdef class BlockManager:
                 keys[0] = root
             for column in range(blocks_for(&self.slab, prompt.num_tokens)):
                 block = table_of(&self.slab, row)[column]
-                if self.contents.records[block].key:
-                    keys[column] = self.prefix.keys_by_number[self.contents.records[block].key]
+                if record_of(self.contents, block).key:
+                    keys[column] = self.prefix.keys_by_number[record_of(self.contents, block).key]
                 if column < prompt.num_full:
-                    if self.contents.records[block].hash == 0:
-                        self.contents.records[block].hash = hash_of(
+                    if record_of(self.contents, block).hash == 0:
+                        record_of(self.contents, block).hash = hash_of(
                             self.contents, previous, tokens_of(self.contents, block),
-                            self.contents.records[block].key,
+                            record_of(self.contents, block).key,
                         )
-                    previous = prompt.hashes[column] = self.contents.records[block].hash
+                    previous = prompt.hashes[column] = record_of(self.contents, block).hash
             prompt.set_keys(root, keys)
             prompt.cut_column = self.cut_columns[row]
             return prompt
@@ -1774,7 +1783,7 @@ cdef class BlockManager:
         if self.contents == NULL or self.pool.pin_counts == NULL:
             return pinned
         for block in range(self.blocks.num_blocks):
-            if self.contents.records[block].uid > 0 and self.pool.pin_counts[block] > 0:
+            if record_of(self.contents, block).uid > 0 and self.pool.pin_counts[block] > 0:
                 pinned.append(block)
         return pinned
 
@@ -1789,13 +1798,13 @@ cdef class BlockManager:
         Nothing that was computed before is found again: the same as ``reset``, unless
         ``epoch`` is the present one. Returns what ``reset`` returns.
         """
-        cdef int64_t number = integer(epoch, "epoch", 0, 2**62)
+        cdef int64_t wanted = integer(epoch, "epoch", 0, 2**62)
         with cython.critical_section(self.pool):
-            if self.prefix is None or number == self.prefix.epoch:
+            if self.prefix is None or wanted == self.prefix.epoch:
                 return []
             pinned = self.blocks_pinned()
             self.prefix.forget_all()
-            self.prefix.epoch = number
+            self.prefix.epoch = wanted
             return pinned
 
     def forget(self, tokens, /, *, namespace=None, media=()):
@@ -1844,7 +1853,7 @@ cdef class BlockManager:
             pin.blocks = tuple(blocks)
             pin.n_tokens = <int64_t>found * self.slab.block_size
             for i in range(found):
-                claim(self, prompt.blocks[i])
+                claim(self, prompt.blocks[i], False)
                 self.pool.pin_counts[prompt.blocks[i]] += 1
             self.num_prefix_pins += found
         return pin
@@ -2206,7 +2215,7 @@ cdef class BlockManager:
             )
         for column in range(blocks_for(&self.slab, known)):
             block = cells[column]
-            if contents.filled[block] < min(
+            if record_of(contents, block).filled < min(
                 self.slab.block_size, known - column * self.slab.block_size
             ):
                 raise InvariantError("I6", block, f"lacks tokens that row {row} knows")
@@ -2214,12 +2223,12 @@ cdef class BlockManager:
             return 0
         for column in range(max(published, 0)):
             block = cells[column]
-            if contents.records[block].uid == 0:
-                if contents.records[block].parent != BARRED:
+            if record_of(contents, block).uid == 0:
+                if record_of(contents, block).parent != BARRED:
                     raise InvariantError("I6", block, f"was published by row {row} and is not now")
                 return 0
-            if contents.records[block].parent != (
-                contents.records[cells[column - 1]].uid if column else 0
+            if record_of(contents, block).parent != (
+                record_of(contents, cells[column - 1]).uid if column else 0
             ):
                 raise InvariantError("I6", block, f"does not follow what is before it in row {row}")
         return 0
@@ -2352,12 +2361,10 @@ cdef cnp.ndarray as_retention(BlockManager manager, retention):
         level = integer(priority, "retention: priority", 0, 100)
         if stop is not None and integer(stop, "retention: stop", 0, MAX_TOKENS) <= first:
             raise ValueError(f"retention: stop must be after start, got {entry!r}")
-        if duration is not None and not 0.0 <= duration < float("inf"):
-            raise ValueError(f"retention: duration must be at least 0, got {entry!r}")
-        rows.append((
-            first, float("inf") if stop is None else stop, level,
-            -1.0 if duration is None else duration,
-        ))
+        seconds = -1.0 if duration is None else number(duration, "retention: duration")
+        if duration is not None and seconds < 0.0:
+            raise ValueError(f"retention: duration must be at least 0, got {duration!r}")
+        rows.append((first, float("inf") if stop is None else stop, level, seconds))
     rows.sort()
     for before, after in zip(rows, rows[1:]):
         if before[1] > after[0]:

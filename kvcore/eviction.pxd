@@ -25,6 +25,8 @@ cdef struct retention_t:
     double *durations     # how long the priority lasts once nobody holds the block
     # The idle blocks whose priority ends, as a binary heap by the time when it does.
     double *ends
+    int64_t *entries      # the order in which they became idle
+    int64_t num_entries
     int32_t *heap
     int32_t *places       # of each block in the heap, or -1
     int32_t num_timed

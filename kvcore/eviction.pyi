@@ -1,11 +1,14 @@
 from typing import NamedTuple, SupportsFloat, SupportsIndex
 
+from typing_extensions import disjoint_base
+
 from kvcore.pool import EvictionPolicy
 
 __all__ = ["LRU", "Retention", "RetentionPriority", "SegmentedLRU"]
 
 class LRU(EvictionPolicy): ...
 
+@disjoint_base
 class SegmentedLRU(EvictionPolicy):
     def __new__(cls, protected: float = 0.25) -> SegmentedLRU: ...
     @property
@@ -17,6 +20,7 @@ class Retention(NamedTuple):
     priority: int
     duration: float | None = None
 
+@disjoint_base
 class RetentionPriority(EvictionPolicy):
     def __new__(cls, default: SupportsIndex = 35) -> RetentionPriority: ...
     @property

@@ -11,8 +11,8 @@ from libc.stdint cimport int32_t, int64_t, uint8_t
 
 from typing import NamedTuple
 
-from kvcore._arguments cimport integer
-from kvcore._arrays cimport aligned_zeros, int32_data, int32_zeros
+from kvcore._arguments cimport integer, number
+from kvcore._arrays cimport aligned_zeros, int32_data, int32_zeros, int64_data, int64_zeros
 from kvcore.pool cimport BlockPool, EvictionPolicy, first_of, link_last, pool_t, unlink
 
 from kvcore.errors import InvariantError
@@ -95,7 +95,7 @@ cdef class SegmentedLRU(EvictionPolicy):
     """
 
     def __cinit__(self, protected=0.25):
-        cdef double share = protected
+        cdef double share = number(protected, "protected")
         if not 0.0 <= share < 1.0:
             raise ValueError(f"protected must be at least 0 and below 1, got {protected!r}")
         self.protected = share
@@ -169,21 +169,29 @@ cdef inline void place(retention_t *state, int32_t where, int32_t block) noexcep
     state.places[block] = where
 
 
+cdef inline bint ends_before(
+    const retention_t *state, int32_t one, int32_t other
+) noexcept nogil:
+    """Blocks whose time ends together go in the order in which they became idle."""
+    if state.ends[one] != state.ends[other]:
+        return state.ends[one] < state.ends[other]
+    return state.entries[one] < state.entries[other]
+
+
 cdef void sift(retention_t *state, int32_t where) noexcept nogil:
     """Move the block at ``where`` to its place in the heap."""
     cdef int32_t block = state.heap[where]
-    cdef double end = state.ends[block]
     cdef int32_t other
-    while where > 0 and state.ends[state.heap[(where - 1) // 2]] > end:
+    while where > 0 and ends_before(state, block, state.heap[(where - 1) // 2]):
         place(state, where, state.heap[(where - 1) // 2])
         where = (where - 1) // 2
     while 2 * where + 1 < state.num_timed:
         other = 2 * where + 1
-        if other + 1 < state.num_timed and (
-            state.ends[state.heap[other + 1]] < state.ends[state.heap[other]]
+        if other + 1 < state.num_timed and ends_before(
+            state, state.heap[other + 1], state.heap[other]
         ):
             other += 1
-        if state.ends[state.heap[other]] >= end:
+        if not ends_before(state, state.heap[other], block):
             break
         place(state, where, state.heap[other])
         where = other
@@ -211,6 +219,8 @@ cdef void enter_priority(void *state, pool_t *pool, int32_t block) noexcept nogi
         and retention.priorities[block] != retention.default_priority
     ):
         retention.ends[block] = retention.now + retention.durations[block]
+        retention.num_entries += 1
+        retention.entries[block] = retention.num_entries
         retention.num_timed += 1
         place(retention, retention.num_timed - 1, block)
         sift(retention, retention.num_timed - 1)
@@ -257,7 +267,9 @@ cdef class RetentionPriority(EvictionPolicy):
         cdef cnp.ndarray ends = doubles_zeros(num_blocks)
         cdef cnp.ndarray heap = int32_zeros(num_blocks)
         cdef cnp.ndarray places = int32_zeros(num_blocks)
-        self.arrays = (priorities, durations, ends, heap, places)
+        cdef cnp.ndarray entries = int64_zeros(num_blocks)
+        self.arrays = (priorities, durations, ends, heap, places, entries)
+        self.state.entries = int64_data(entries)
         self.state.priorities = <uint8_t *>cnp.PyArray_DATA(priorities)
         self.state.durations = <double *>cnp.PyArray_DATA(durations)
         self.state.ends = <double *>cnp.PyArray_DATA(ends)
@@ -294,7 +306,7 @@ cdef class RetentionPriority(EvictionPolicy):
 
         Returns how many did. O(log n) for each. ``ValueError`` if time ran backwards.
         """
-        cdef double time = now
+        cdef double time = number(now, "now")
         cdef int32_t block, count = 0
         cdef BlockPool pool = self.attached_to()
         with cython.critical_section(pool):
@@ -327,8 +339,7 @@ cdef class RetentionPriority(EvictionPolicy):
         for place in range(timed):
             block = self.state.heap[place]
             if self.state.places[block] != place or (
-                place and self.state.ends[self.state.heap[(place - 1) // 2]]
-                > self.state.ends[block]
+                place and ends_before(&self.state, block, self.state.heap[(place - 1) // 2])
             ):
                 raise InvariantError("I4", block, "its timer is out of order")
         return 0

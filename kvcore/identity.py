@@ -249,12 +249,14 @@ def block_keys(
                 f"media must not overlap, got one that ends at {end} and {item.start}:{item.stop}"
             )
         end = item.stop
+        if end > n_tokens:
+            raise ValueError(
+                f"media must end within the {n_tokens} tokens, got one that ends at {end}"
+            )
         digest = _framed(item.digest)
         for column in range(item.start // block_size, (end - 1) // block_size + 1):
             span = _SPAN.pack(item.start - column * block_size, end - item.start)
             items.setdefault(column, []).append(digest + span)
-    if end > n_tokens:
-        raise ValueError(f"media must end within the {n_tokens} tokens, got one that ends at {end}")
     keys = {
         column: _MEDIA + _SIZE.pack(len(found)) + b"".join(found) for column, found in items.items()
     }

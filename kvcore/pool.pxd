@@ -29,6 +29,19 @@ cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy
 
+cdef extern from *:
+    """
+    #if defined(__GNUC__) || defined(__clang__)
+    #define kvcore_prefetch(address) __builtin_prefetch(address)
+    #else
+    #define kvcore_prefetch(address) ((void)(address))
+    #endif
+    """
+    void prefetch "kvcore_prefetch"(const void *address) noexcept nogil
+
+cdef enum:
+    AHEAD = 16  # victims whose memory is on its way while others are evicted
+
 cdef enum Link:
     UNMARKED = -1
     KEPT = -2
@@ -64,6 +77,8 @@ cdef struct pool_t:
     # The prefix index, to be told when a block that it knows is to be reused.
     void *index
     void (*lose)(void *index, int32_t block) noexcept nogil
+    # A hint that it will be told of a block soon, or very soon.
+    void (*expect_loss)(void *index, int32_t block, bint soon) noexcept nogil
 
 
 cdef class BlockPool
@@ -181,6 +196,32 @@ cdef inline int32_t evict_block(pool_t *pool) noexcept nogil:
     return block
 
 
+cdef inline void evict_blocks(pool_t *pool, int32_t count, int32_t *out) noexcept nogil:
+    """``count`` times evict_block. Needs: 0 <= count <= num_evictable.
+
+    The victims are a linked list, each a cache miss after the one before. So they are
+    found some places ahead, and what else belongs to them comes while others are evicted.
+    """
+    cdef int32_t[AHEAD] coming
+    cdef int32_t num_coming = 0
+    cdef int32_t victim, i
+    if count == 0:
+        return
+    victim = next_victim(pool)
+    for i in range(count):
+        while num_coming < min(i + AHEAD, count) and victim < pool.num_blocks:
+            coming[num_coming % AHEAD] = victim
+            num_coming += 1
+            prefetch(&pool.previous[victim])
+            prefetch(&pool.ref[victim])
+            if pool.expect_loss != NULL:
+                pool.expect_loss(pool.index, victim, False)
+            victim = pool.next[victim]
+        if pool.expect_loss != NULL and i + AHEAD // 2 < num_coming:
+            pool.expect_loss(pool.index, coming[(i + AHEAD // 2) % AHEAD], True)
+        out[i] = evict_block(pool)
+
+
 cdef inline bint is_evictable(const pool_t *pool, int32_t block) noexcept nogil:
     return pool.next != NULL and pool.next[block] >= 0
 
@@ -216,8 +257,10 @@ cdef inline void take_blocks(pool_t *pool, int32_t count, int32_t *out) noexcept
     pool.num_free -= from_ring
     for i in range(from_ring):
         ref[out[i]] = 1
-    for i in range(from_ring, count):
-        out[i] = take_block(pool)
+    if count > from_ring:
+        evict_blocks(pool, count - from_ring, out + from_ring)
+        for i in range(from_ring, count):
+            ref[out[i]] = 1
 
 
 cdef inline bint release_block(pool_t *pool, int32_t block) noexcept nogil:

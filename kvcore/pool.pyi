@@ -2,11 +2,13 @@ from typing import Self, SupportsIndex, final
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import disjoint_base
 
 from kvcore.prefix_index import PrefixIndex
 
 __all__ = ["BlockPool", "EvictionPolicy"]
 
+@disjoint_base
 class EvictionPolicy: ...
 
 @final

@@ -18,6 +18,7 @@ cnp.import_array()
 __all__ = ["BlockPool", "EvictionPolicy"]
 
 cdef enum:
+    PORTION = 64  # blocks that evict() evicts at a time
     MAX_LEVELS = 128
     MAX_BLOCKS = 2147483647 - MAX_LEVELS  # the idle lists' sentinels are the ids after the last
 
@@ -299,8 +300,14 @@ cdef class BlockPool:
         """
         cdef int64_t wanted = integer(count, "count", 0, MAX_BLOCKS)
         cdef int32_t number = <int32_t>min(wanted, self.state.num_evictable)
-        for _ in range(number):
-            push_free(&self.state, evict_block(&self.state))
+        cdef int32_t[PORTION] evicted
+        cdef int32_t done = 0, portion, i
+        while done < number:
+            portion = min(number - done, PORTION)
+            evict_blocks(&self.state, portion, evicted)
+            for i in range(portion):
+                push_free(&self.state, evicted[i])
+            done += portion
         return number
 
     @cython.critical_section

@@ -1,16 +1,15 @@
 # Which blocks hold which content: a hash table over the blocks of a pool.
 #
-#   records   record_t[n]       what is known of each block's content
-#   tokens    int32[n, stride]  its tokens, as far as they are known
-#   filled    int32[n]          how many are
-#   buckets   int32[2**k]       first block of each bucket; the buckets are lists through
-#   records[].chain, before     the blocks, linked both ways, -1 at their ends
+#   records   one for each block: a record_t and then its tokens, as far as they are known,
+#             padded to whole cache lines: a candidate costs one page and two lines
+#   buckets   int32[2**k], the first block of each bucket; a bucket is a list through the
+#             records, linked both ways, NOWHERE at its ends
 #
-# A block has an identity <=> records[b].uid > 0. Then it is full, stands in its bucket,
-# carries the pool's mark KEPT and is never written. Its identity is (parent, key, tokens):
-# the uid of the identity before it, what else it depends on, and its own tokens. Equal
-# identities have equal uids, and a uid is never given out twice; so by induction a uid
-# stands for one content from the root on. The hash only finds candidates.
+# A block has an identity <=> the uid of its record is above 0. Then it is full, stands in
+# its bucket, carries the pool's mark KEPT and is never written. Its identity is (parent,
+# key, tokens): the uid of the identity before it, what else it depends on, and its own
+# tokens. Equal identities have equal uids, and a uid is never given out twice; so by
+# induction a uid stands for one content from the root on. The hash only finds candidates.
 #
 # Copies of one content stand next to each other in their bucket. A match finds the first.
 #
@@ -24,6 +23,7 @@ from kvcore._index_hash cimport hash_key_t
 from kvcore.pool cimport BlockPool, pool_t
 
 cdef enum:
+    CACHE_LINE = 64
     NOWHERE = -1
     BARRED = -1       # parent of a block that lost its identity and may not get one again
     UNKNOWN_KEY = -1  # a key that no block has
@@ -35,6 +35,8 @@ cdef struct record_t:
     int64_t parent   # uid of the block before, 0 at the root; or BARRED
     int32_t key      # number of its key; 0: it has none
     int32_t chain    # next block in the bucket
+    int32_t before   # the one before it
+    int32_t filled   # tokens of the block that are known
 
 
 # The changes that nobody has drained yet. An entry is a content that was stored
@@ -61,11 +63,8 @@ cdef struct index_t:
     pool_t *blocks
     int32_t num_blocks
     int32_t block_size
-    int64_t stride
-    record_t *records
-    int32_t *tokens
-    int32_t *filled
-    int32_t *before
+    int64_t stride   # bytes from one record to the next
+    char *records
     int32_t *buckets
     uint64_t bucket_mask
     hash_key_t hash_key
@@ -145,8 +144,12 @@ cdef class Prompt:
 cdef Prompt make_prompt(PrefixIndex index, tokens, namespace, media)
 
 
+cdef inline record_t *record_of(const index_t *index, int32_t block) noexcept nogil:
+    return <record_t *>(index.records + block * index.stride)
+
+
 cdef inline int32_t *tokens_of(const index_t *index, int32_t block) noexcept nogil:
-    return index.tokens + block * index.stride
+    return <int32_t *>(record_of(index, block) + 1)
 
 
 cdef inline void hold_key(index_t *index, int32_t key) noexcept nogil:
@@ -165,15 +168,15 @@ cdef inline void drop_key(index_t *index, int32_t key) noexcept nogil:
 
 cdef inline void set_key(index_t *index, int32_t block, int32_t key) noexcept nogil:
     hold_key(index, key)
-    drop_key(index, index.records[block].key)
-    index.records[block].key = key
+    drop_key(index, record_of(index, block).key)
+    record_of(index, block).key = key
 
 
 cdef inline void begin_content(index_t *index, int32_t block, int32_t key) noexcept nogil:
     """Nothing is known yet of a block that was just taken. Needs: it has no identity."""
-    index.records[block].hash = 0
-    index.records[block].parent = 0
-    index.filled[block] = 0
+    record_of(index, block).hash = 0
+    record_of(index, block).parent = 0
+    record_of(index, block).filled = 0
     set_key(index, block, key)
 
 

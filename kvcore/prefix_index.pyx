@@ -23,7 +23,8 @@ from kvcore._arrays cimport (
 from kvcore._index_hash cimport COMPUTED, HASH_BITS, LOW_61_BITS, hash_block, hash_key_t
 from kvcore._token_input cimport bad_token, copy_buffer, copy_list, open_buffer, token_source
 from kvcore.pool cimport (
-    KEPT, UNMARKED, BlockPool, first_of, is_evictable, lose_content, push_free, unlink_evictable,
+    KEPT, UNMARKED, BlockPool, first_of, is_evictable, lose_content, prefetch, push_free,
+    unlink_evictable,
 )
 
 from kvcore.errors import InvariantError
@@ -33,16 +34,6 @@ from kvcore.prefix_log import Cleared, Removed, Stored
 cnp.import_array()
 
 __all__ = ["Identity", "PrefixIndex", "Prompt"]
-
-cdef extern from *:
-    """
-    #if defined(__GNUC__) || defined(__clang__)
-    #define kvcore_prefetch(address) __builtin_prefetch(address)
-    #else
-    #define kvcore_prefetch(address) ((void)(address))
-    #endif
-    """
-    void prefetch "kvcore_prefetch"(const void *address) noexcept nogil
 
 cdef enum:
     MAX_TOKENS = 2147483647
@@ -101,7 +92,7 @@ cdef inline int32_t find_from(
     """``find_content``, from a block of its bucket on."""
     cdef const record_t *record
     while block != NOWHERE:
-        record = &index.records[block]
+        record = record_of(index, block)
         if record.hash == hash:
             if (
                 record.parent == parent
@@ -122,7 +113,7 @@ cdef int32_t find_content(
 
 
 cdef int32_t find_twin(index_t *index, int32_t block, int64_t parent) noexcept nogil:
-    cdef const record_t *record = &index.records[block]
+    cdef const record_t *record = record_of(index, block)
     cdef int64_t rejected = index.verify_rejects
     cdef int32_t twin = find_content(
         index, record.hash, tokens_of(index, block), record.key, parent
@@ -136,13 +127,13 @@ cdef inline void link_after(index_t *index, int32_t block, int32_t before) noexc
     """Into the bucket of its hash: after a block of it, or first after NOWHERE."""
     cdef int32_t *place
     if before == NOWHERE:
-        place = &index.buckets[index.records[block].hash & index.bucket_mask]
+        place = &index.buckets[record_of(index, block).hash & index.bucket_mask]
     else:
-        place = &index.records[before].chain
-    index.records[block].chain = place[0]
-    index.before[block] = before
+        place = &record_of(index, before).chain
+    record_of(index, block).chain = place[0]
+    record_of(index, block).before = before
     if place[0] != NOWHERE:
-        index.before[place[0]] = block
+        record_of(index, place[0]).before = block
     place[0] = block
 
 
@@ -157,7 +148,7 @@ cdef inline uint64_t sibling_bucket(
 cdef void link_sibling(index_t *index, int32_t block) noexcept nogil:
     cdef siblings_t *siblings = &index.siblings
     cdef int32_t *place = &siblings.buckets[
-        sibling_bucket(index, index.records[block].parent, tokens_of(index, block)[0])
+        sibling_bucket(index, record_of(index, block).parent, tokens_of(index, block)[0])
     ]
     siblings.after[block] = place[0]
     siblings.before[block] = NOWHERE
@@ -176,18 +167,18 @@ cdef void unlink_sibling(index_t *index, int32_t block) noexcept nogil:
         siblings.after[before] = after
     else:
         siblings.buckets[
-            sibling_bucket(index, index.records[block].parent, tokens_of(index, block)[0])
+            sibling_bucket(index, record_of(index, block).parent, tokens_of(index, block)[0])
         ] = after
 
 
 cdef inline bint is_first_copy(const index_t *index, int32_t block) noexcept nogil:
-    cdef int32_t before = index.before[block]
-    return before == NOWHERE or index.records[before].uid != index.records[block].uid
+    cdef int32_t before = record_of(index, block).before
+    return before == NOWHERE or record_of(index, before).uid != record_of(index, block).uid
 
 
 cdef inline int32_t first_copy(const index_t *index, int32_t block) noexcept nogil:
     while not is_first_copy(index, block):
-        block = index.before[block]
+        block = record_of(index, block).before
     return block
 
 
@@ -204,13 +195,13 @@ cdef int32_t find_beginning(
         return NOWHERE
     block = index.siblings.buckets[sibling_bucket(index, parent, tokens[0])]
     while block != NOWHERE and looked_at < MOST_SIBLINGS:
-        if index.records[block].parent == parent and index.records[block].key == key:
+        if record_of(index, block).parent == parent and record_of(index, block).key == key:
             other = tokens_of(index, block)
             i = 0
             while i < count and tokens[i] == other[i]:
                 i += 1
             if i > alike[0] or (
-                i == alike[0] and i and index.records[block].uid > index.records[best].uid
+                i == alike[0] and i and record_of(index, block).uid > record_of(index, best).uid
             ):
                 alike[0] = i
                 best = block
@@ -249,13 +240,13 @@ cdef void empty_log(index_t *index) noexcept nogil:
 
 
 cdef void publish(index_t *index, int32_t block, int64_t parent, int32_t twin) noexcept nogil:
-    cdef record_t *record = &index.records[block]
+    cdef record_t *record = record_of(index, block)
     record.parent = parent
     if twin == NOWHERE:
         record.uid = index.next_uid
         index.next_uid += 1
     else:
-        record.uid = index.records[twin].uid
+        record.uid = record_of(index, twin).uid
         index.duplicates += 1
     link_after(index, block, twin)
     index.num_identities += 1
@@ -269,35 +260,39 @@ cdef void publish(index_t *index, int32_t block, int64_t parent, int32_t twin) n
 cdef void lose_identity(void *state, int32_t block) noexcept nogil:
     """The pool's word that a block's content is unwanted, or about to be overwritten."""
     cdef index_t *index = <index_t *>state
-    cdef record_t *record = &index.records[block]
-    cdef int32_t after, before, victim
+    cdef record_t *record = record_of(index, block)
+    cdef int32_t after, before
     cdef int64_t uid = record.uid
     if uid > 0:
         after = record.chain
-        before = index.before[block]
+        before = record_of(index, block).before
         if index.siblings.buckets != NULL:
             unlink_sibling(index, block)
         if after != NOWHERE:
-            index.before[after] = before
+            record_of(index, after).before = before
         if before != NOWHERE:
-            index.records[before].chain = after
+            record_of(index, before).chain = after
         else:
             index.buckets[record.hash & index.bucket_mask] = after
-        # Evictions come in rows: the next one's record is on its way meanwhile.
-        victim = first_of(index.blocks, index.blocks.lowest)
-        if victim < index.num_blocks:
-            prefetch(&index.records[victim])
-            prefetch(&index.before[victim])
         record.uid = 0
         record.parent = BARRED
         index.num_identities -= 1
         if index.log.on and not (
-            (after != NOWHERE and index.records[after].uid == uid)
-            or (before != NOWHERE and index.records[before].uid == uid)
+            (after != NOWHERE and record_of(index, after).uid == uid)
+            or (before != NOWHERE and record_of(index, before).uid == uid)
         ):
             write_log(index, uid, -1, 0, NULL)
     if index.blocks.ref[block] == 0:
         begin_content(index, block, 0)
+
+
+cdef void expect_loss(void *state, int32_t block, bint soon) noexcept nogil:
+    """The pool's word that a block is going to be evicted: its record, then its bucket."""
+    cdef index_t *index = <index_t *>state
+    if soon:
+        prefetch(&index.buckets[record_of(index, block).hash & index.bucket_mask])
+    else:
+        prefetch(record_of(index, block))
 
 
 cdef int by_uid(const void *one, const void *other) noexcept nogil:
@@ -312,8 +307,8 @@ cdef int64_t list_by_uid(const index_t *index, int64_t *listed) noexcept nogil:
     cdef int64_t count = 0
     cdef int32_t block
     for block in range(index.num_blocks):
-        if index.records[block].uid > 0:
-            listed[2 * count] = index.records[block].uid
+        if record_of(index, block).uid > 0:
+            listed[2 * count] = record_of(index, block).uid
             listed[2 * count + 1] = block
             count += 1
     qsort(listed, count, 2 * sizeof(int64_t), by_uid)
@@ -347,7 +342,8 @@ cdef class PrefixIndex:
     holds the same tokens, after the same content, under the same key. So no collision,
     by accident or by design, ever gives a block away.
 
-    Costs, once for the pool: 48 bytes and ``4 * block_size`` bytes of tokens a block.
+    Costs, once for the pool, a block: 40 bytes and ``4 * block_size`` bytes of tokens,
+    rounded up to whole cache lines, and 8 to 16 bytes of buckets.
 
     Parameters
     ----------
@@ -371,7 +367,7 @@ cdef class PrefixIndex:
         cdef cnp.npy_intp num_blocks = pool.state.num_blocks
         cdef index_t *index = &self.state
         cdef cnp.npy_intp num_buckets = 2
-        cdef cnp.npy_intp num_cells, i
+        cdef cnp.npy_intp i
         if pool.prefix_index is not None:
             raise ValueError("pool has a prefix index already")
         while num_buckets < 2 * num_blocks:
@@ -379,17 +375,14 @@ cdef class PrefixIndex:
         index.blocks = &pool.state
         index.num_blocks = pool.state.num_blocks
         index.block_size = size
-        index.stride = size
-        num_cells = num_blocks * size
-        cdef cnp.npy_intp record_bytes = num_blocks * sizeof(record_t)
+        index.stride = sizeof(record_t) + size * <int64_t>sizeof(int32_t)
+        index.stride = (index.stride + CACHE_LINE - 1) // CACHE_LINE * CACHE_LINE
+        cdef cnp.npy_intp record_bytes = num_blocks * index.stride
         cdef cnp.ndarray records = aligned_zeros(1, &record_bytes, cnp.NPY_UINT8, 1)
-        cdef cnp.ndarray tokens = int32_zeros(num_cells)
-        cdef cnp.ndarray filled = int32_zeros(num_blocks)
-        cdef cnp.ndarray before = int32_zeros(num_blocks)
         cdef cnp.ndarray buckets = int32_zeros(num_buckets)
         cdef cnp.ndarray words = int32_zeros(size + 1)
-        for array in (records, tokens, before, buckets):
-            prefer_large_pages(array)
+        prefer_large_pages(records)
+        prefer_large_pages(buckets)
         secret = urandom(8 + 4 * (size + 1))
         memcpy(&index.hash_key.point, <const char *>secret, 8)
         memcpy(int32_data(words), <const char *>secret + 8, 4 * (size + 1))
@@ -397,16 +390,13 @@ cdef class PrefixIndex:
         index.hash_key.mask = (<uint64_t>1 << bits) - 1
         index.hash_key.block_size = size
         index.hash_key.words = <uint32_t *>int32_data(words)
-        index.records = <record_t *>cnp.PyArray_DATA(records)
-        index.tokens = int32_data(tokens)
-        index.filled = int32_data(filled)
-        index.before = int32_data(before)
+        index.records = <char *>cnp.PyArray_DATA(records)
         index.buckets = int32_data(buckets)
         index.bucket_mask = num_buckets - 1
         index.next_uid = 1
         for i in range(num_buckets):
             index.buckets[i] = NOWHERE
-        self.arrays = (records, tokens, filled, before, buckets, words)
+        self.arrays = (records, buckets, words)
         self.numbers_by_key = {b"": 0}
         self.keys_by_number = [b""]
         self.free_numbers = []
@@ -418,6 +408,7 @@ cdef class PrefixIndex:
         pool.prefix_index = self
         pool.state.index = index
         pool.state.lose = lose_identity
+        pool.state.expect_loss = expect_loss
 
     def __dealloc__(self):
         PyMem_RawFree(self.spare_memory)
@@ -550,7 +541,7 @@ cdef class PrefixIndex:
         cdef int64_t parent
         while (
             found < known
-            and index.records[prompt.blocks[found]].uid == prompt.uids[found]
+            and record_of(index, prompt.blocks[found]).uid == prompt.uids[found]
             and is_first_copy(index, prompt.blocks[found])
         ):
             found += 1
@@ -568,8 +559,8 @@ cdef class PrefixIndex:
                     limit = ahead
                     break
                 candidates[ahead % (2 * GROUP)] = block
-                prefetch(&index.records[block])
-                prefetch(tokens_of(index, block))
+                prefetch(record_of(index, block))
+                prefetch(<char *>record_of(index, block) + CACHE_LINE)
                 ahead += 1
             stop = min(limit, found + GROUP)
             while found < stop:
@@ -584,7 +575,7 @@ cdef class PrefixIndex:
                 if block == NOWHERE:
                     prompt.num_found = found
                     return found
-                parent = index.records[block].uid
+                parent = record_of(index, block).uid
                 prompt.blocks[found] = block
                 prompt.uids[found] = parent
                 found += 1
@@ -608,7 +599,7 @@ cdef class PrefixIndex:
         index.siblings.before = int32_data(before)
         self.sibling_arrays = (buckets, after, before)
         for i in range(num_blocks):
-            if index.records[i].uid > 0:
+            if record_of(index, i).uid > 0:
                 link_sibling(index, <int32_t>i)
         return 0
 
@@ -647,7 +638,7 @@ cdef class PrefixIndex:
             if column < found and prompt.uids[column] == listed[2 * i]:
                 doomed[i] = True
             else:
-                parent = place_of(listed, count, index.records[listed[2 * i + 1]].parent)
+                parent = place_of(listed, count, record_of(index, listed[2 * i + 1]).parent)
                 doomed[i] = parent >= 0 and doomed[parent]
         for i in range(count - 1, -1, -1):
             if doomed[i]:
@@ -670,11 +661,11 @@ cdef class PrefixIndex:
             block = first_of(pool, level)
             while block < pool.num_blocks:
                 after = pool.next[block]
-                if index.records[block].uid > 0:
+                if record_of(index, block).uid > 0:
                     self.forget_block(block)
                 block = after
         for block in range(pool.num_blocks):
-            if index.records[block].uid > 0:
+            if record_of(index, block).uid > 0:
                 self.forget_block(block)
         index.era += 1
         index.log.on = logging
@@ -729,7 +720,7 @@ cdef class PrefixIndex:
         cdef cnp.npy_intp size = self.state.block_size
         cdef cnp.ndarray tokens = cnp.PyArray_EMPTY(1, &size, cnp.NPY_INT32, 0)
         with cython.critical_section(pool):
-            record = self.state.records[b]
+            record = record_of(&self.state, b)[0]
             if record.uid == 0:
                 return None
             key = self.keys_by_number[record.key]
@@ -744,7 +735,7 @@ cdef class PrefixIndex:
         cdef cnp.npy_intp block
         with cython.critical_section(pool):
             for block in range(count):
-                int64_data(uids)[block] = self.state.records[block].uid
+                int64_data(uids)[block] = record_of(&self.state, <int32_t>block).uid
         return uids
 
     # ------------------------------------------------------------ the change log
@@ -817,10 +808,10 @@ cdef class PrefixIndex:
             if whole:
                 entry = 0
                 for block in range(index.blocks.num_blocks):
-                    if index.records[block].uid > 0:
-                        int64_data(uids)[entry] = index.records[block].uid
-                        int64_data(parents)[entry] = index.records[block].parent
-                        keys[entry] = self.keys_by_number[index.records[block].key]
+                    if record_of(index, block).uid > 0:
+                        int64_data(uids)[entry] = record_of(index, block).uid
+                        int64_data(parents)[entry] = record_of(index, block).parent
+                        keys[entry] = self.keys_by_number[record_of(index, block).key]
                         memcpy(
                             int32_data(tokens) + entry * size, tokens_of(index, block), 4 * size
                         )
@@ -871,35 +862,35 @@ cdef class PrefixIndex:
             while block != NOWHERE:
                 if not 0 <= block < num_blocks or listed[block]:
                     raise InvariantError("I5", block, "out of range or twice in the prefix index")
-                record = &index.records[block]
+                record = record_of(index, block)
                 if record.uid <= 0 or record.uid >= index.next_uid:
                     raise InvariantError("I5", block, f"in the prefix index with uid {record.uid}")
                 if record.hash & index.bucket_mask != bucket or not record.hash & COMPUTED:
                     raise InvariantError("I5", block, "in the wrong bucket of the prefix index")
-                if index.before[block] != before:
+                if record.before != before:
                     raise InvariantError("I5", block, "the links of the prefix index disagree")
                 if not 0 <= record.parent < record.uid:
                     raise InvariantError("I5", block, f"comes after uid {record.parent}")
-                if index.filled[block] != index.block_size:
-                    raise InvariantError("I6", block, f"published: {index.filled[block]} tokens")
+                if record.filled != index.block_size:
+                    raise InvariantError("I6", block, f"published with {record.filled} tokens")
                 if index.blocks.next[block] == UNMARKED:
                     raise InvariantError("I5", block, "has an identity, but is not kept")
                 # Equal contents stand together and share a uid; others do not.
                 other = before
                 while other != NOWHERE:
                     same = (
-                        index.records[other].hash == record.hash
-                        and index.records[other].parent == record.parent
-                        and index.records[other].key == record.key
+                        record_of(index, other).hash == record.hash
+                        and record_of(index, other).parent == record.parent
+                        and record_of(index, other).key == record.key
                         and same_tokens(
                             tokens_of(index, other), tokens_of(index, block), index.block_size
                         )
                     )
-                    if same != (index.records[other].uid == record.uid):
+                    if same != (record_of(index, other).uid == record.uid):
                         raise InvariantError("I5", block, f"uid {record.uid}: not its content")
-                    if same and index.records[before].uid != record.uid:
+                    if same and record_of(index, before).uid != record.uid:
                         raise InvariantError("I5", block, "stands apart from its copies")
-                    other = index.before[other]
+                    other = record_of(index, other).before
                 listed[block] = True
                 count += 1
                 before = block
@@ -907,11 +898,11 @@ cdef class PrefixIndex:
         if count != index.num_identities:
             raise InvariantError("I5", None, f"{count} identities, {index.num_identities} counted")
         for block in range(num_blocks):
-            record = &index.records[block]
+            record = record_of(index, block)
             if (record.uid > 0) != listed[block]:
                 raise InvariantError("I5", block, f"uid {record.uid} is not in the prefix index")
-            if not 0 <= index.filled[block] <= index.block_size:
-                raise InvariantError("I5", block, f"{index.filled[block]} tokens are known")
+            if not 0 <= record.filled <= index.block_size:
+                raise InvariantError("I5", block, f"{record.filled} tokens are known")
             if not 0 <= record.key < self.key_capacity:
                 raise InvariantError("I5", block, f"has key {record.key}")
             references[record.key] += 1
@@ -942,12 +933,12 @@ cdef class PrefixIndex:
         cdef int32_t block
         for i in range(count):
             block = <int32_t>listed[2 * i + 1]
-            record = &index.records[block]
+            record = record_of(index, block)
             before = place_of(listed, count, record.parent)
             if record.parent and before < 0:
                 continue
             if record.hash != hash_of(
-                index, index.records[listed[2 * before + 1]].hash if record.parent else 0,
+                index, record_of(index, listed[2 * before + 1]).hash if record.parent else 0,
                 tokens_of(index, block), record.key,
             ):
                 raise InvariantError("I5", block, f"uid {record.uid}: not its content")

@@ -230,6 +230,10 @@ class Sharing:
             ("parent", np.int64),
             ("key", np.int32),
             ("chain", np.int32),
+            ("before", np.int32),
+            ("filled", np.int32),
+            ("tokens", np.int32, 4),
+            ("padding", np.int32, 2),
         ]
     )
 
@@ -259,7 +263,7 @@ class Sharing:
             if isinstance(group, tuple)
         )
         self.marks, self.marks_before = links
-        records, self.tokens, self.filled, self.before, self.buckets, _ = self.contents
+        records, self.buckets, _ = self.contents
         for name in self.RECORD.names or ():
             setattr(self, name, records.view(self.RECORD)[name])
         self.key_references = self.keys[0]
@@ -278,7 +282,7 @@ class Sharing:
         # The private arrays are what this test takes them for.
         assert self.uid.tolist() == self.index.uids().tolist()
         assert self.parent[[0, 1, 3, 4, 6, 7, 9]].tolist() == [0, 1, 0, 1, 0, 3, 2]
-        assert self.tokens.reshape(14, 4)[9].tolist() == [30, 31, 32, 33]
+        assert self.tokens[9].tolist() == [30, 31, 32, 33]
         assert self.filled.tolist() == [4, 4, 2, 4, 4, 2, 4, 4, 1, 4, 1, 0, 0, 0]
         assert self.key[[0, 3, 9]].tolist() == [1, 1, 2]
         assert self.key_references[:3].tolist() == [0, 5, 1]
@@ -314,7 +318,7 @@ class Sharing:
         (cell("key", 3, value=0), "I5", 3),
         (cell("key", 6, value=16), "I5", 6),
         (cell("key", 6, value=-1), "I5", 6),
-        (cell("tokens", 3 * 4, value=99), "I5", 3),
+        (cell("tokens", 3, 0, value=99), "I5", 3),
         (cell("filled", 8, value=5), "I5", 8),
         (cell("filled", 8, value=-1), "I5", 8),
         (cell("marks", 0, value=-1), "I5", 0),
@@ -349,12 +353,12 @@ def test_each_kind_of_damage_to_the_index_is_named(
 @pytest.mark.parametrize(
     ("damage", "invariant", "block"),
     [
-        (cell("tokens", 0 * 4 + 1, value=99), "I5", 3),
-        (cell("tokens", 1 * 4 + 2, value=99), "I5", 4),
-        (cell("tokens", 4 * 4 + 2, value=99), "I5", 4),
-        (cell("tokens", 6 * 4 + 3, value=99), "I5", 6),
-        (cell("tokens", 7 * 4 + 3, value=99), "I5", 7),
-        (cell("tokens", 9 * 4 + 3, value=99), "I5", 9),
+        (cell("tokens", 0, 1, value=99), "I5", 3),
+        (cell("tokens", 1, 2, value=99), "I5", 4),
+        (cell("tokens", 4, 2, value=99), "I5", 4),
+        (cell("tokens", 6, 3, value=99), "I5", 6),
+        (cell("tokens", 7, 3, value=99), "I5", 7),
+        (cell("tokens", 9, 3, value=99), "I5", 9),
         (cell("key", 9, value=1), "I5", 9),
         (cell("hash", 6, value=1 << 63), "I5", 6),
     ],
