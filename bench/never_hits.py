@@ -1,7 +1,9 @@
 """What does prefix sharing cost a load in which no two prompts are alike?
 
-The same requests go through manager and scheduler with sharing on and off, in turns, in one
-process: every prompt hashed, looked up, published and in the end evicted, and not one hit.
+The same requests are served with sharing on and off, in turns, in one process: every prompt
+hashed, looked up, published and in the end evicted, and not one hit. Once in a loop around
+the scheduler that does nothing else, and once by ``kvcore.replay``, which keeps account of
+everything.
 """
 
 from __future__ import annotations
@@ -9,16 +11,20 @@ from __future__ import annotations
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.extensions import UnavailableError
 from bench.footprint import Figure, Measured
 from bench.prefix import VOCABULARY, sharing_manager
 from bench.workload import BLOCK_SIZE, set_free_order, shuffled
 from kvcore import BlockManager, Scheduler
+from kvcore.replay import replay
 from kvcore.workload import synthetic_trace
 
 __all__ = ["figures"]
@@ -89,31 +95,68 @@ class Load:
         return Served(seconds, steps, self.generated)
 
 
-def cost_of_never_hitting() -> Measured:
-    """How much longer the requests take with sharing on; from the minima of many runs."""
-    load = Load()
-    runs: dict[bool, list[Served]] = {False: [], True: []}
+def in_turns(off: Callable[[], float], on: Callable[[], float]) -> tuple[float, float]:
+    """The least seconds of each, over many runs in turns."""
+    seconds: tuple[list[float], list[float]] = ([], [])
     collecting = gc.isenabled()
     gc.disable()
     try:
         for _ in range(ROUNDS):
-            for sharing, served in runs.items():
-                served.append(load.serve(sharing))
+            for run, results in zip((off, on), seconds, strict=True):
                 gc.collect()
+                results.append(run())
     finally:
         if collecting:
             gc.enable()
-    off, on = (min(served) for served in runs.values())
-    more = on.seconds - off.seconds
+    return min(seconds[0]), min(seconds[1])
+
+
+def in_an_empty_engine() -> Measured:
+    """How much longer the requests take with sharing on, ids of the output included."""
+    load = Load()
+    off, on = in_turns(lambda: load.serve(False).seconds, lambda: load.serve(True).seconds)
     tokens = sum(map(len, load.prompts))
     return Measured(
-        more / REQUESTS * 1e6,
+        (on - off) / REQUESTS * 1e6,
         "us a request",
-        f"{off.seconds / REQUESTS * 1e6:.1f} without; {tokens / REQUESTS:,.0f} prompt and "
-        f"{off.generated / REQUESTS:,.0f} output tokens a request",
+        f"{off / REQUESTS * 1e6:.1f} without; {tokens / REQUESTS:,.0f} prompt and "
+        f"{load.generated / REQUESTS:,.0f} output tokens a request",
+    )
+
+
+def in_a_replay() -> Measured:
+    """The same as a share of a replay; drawing the tokens of the prompts is taken off."""
+    try:
+        from kvcore.hash_id_tokens import tokens_of_hash_ids
+    except ImportError as error:
+        raise UnavailableError(f"replays of this kvcore share nothing: {error}") from error
+    size = 512
+    trace = synthetic_trace(REQUESTS)
+    lengths = trace.prompt_tokens.tolist()
+    stops = np.cumsum([-(-tokens // size) for tokens in lengths])
+    ids = tuple(np.split(np.arange(stops[-1]), stops[:-1]))
+    trace = replace(trace, hash_ids=ids, hash_block_size=size)
+
+    def serve(sharing: bool) -> float:
+        return replay(trace, num_blocks=NUM_BLOCKS, prefix_caching=sharing).cpu_seconds
+
+    def draw() -> float:
+        start = time.thread_time_ns()
+        for these, tokens in zip(ids, lengths, strict=True):
+            tokens_of_hash_ids(these, size, tokens)
+        return (time.thread_time_ns() - start) / 1e9
+
+    off, on = in_turns(partial(serve, False), partial(serve, True))
+    drawing = min(draw() for _ in range(ROUNDS))
+    return Measured(
+        (on - drawing - off) / off * 100,
+        "%",
+        f"{(on - drawing - off) / REQUESTS * 1e6:.1f} us a request on top of "
+        f"{off / REQUESTS * 1e6:.1f}; {drawing / REQUESTS * 1e6:.1f} for drawing are not counted",
     )
 
 
 def figures() -> Iterator[Figure]:
     """All figures of this file."""
-    yield Figure("prefix sharing that never hits, on top of an empty engine", cost_of_never_hitting)
+    yield Figure("sharing that never hits, in an empty engine", in_an_empty_engine)
+    yield Figure("sharing that never hits, share of a replay", in_a_replay, must=5)
