@@ -232,15 +232,12 @@ MORE = [
     World(3, 1, 2, 3, vocabulary=1, forgetting=False, merge=True),
 ]
 LARGE = [
-    World(3, 2, 1, 4, forgetting=False, partial=True),
     World(2, 1, 2, 2),
+    World(3, 2, 1, 4, vocabulary=1, partial=True),
     World(3, 1, 2, 2, vocabulary=1),
-    World(2, 1, 2, 2, vocabulary=1, forgetting=False, steps=1),
-    World(2, 1, 2, 2, vocabulary=1, steps=1),
-    World(2, 2, 2, 3),
+    World(3, 1, 2, 2, vocabulary=1, merge=True),
     World(3, 1, 2, 2, forgetting=False),
-    World(3, 2, 2, 4, vocabulary=1),
-    World(2, 1, 3, 2, vocabulary=1, steps=1),
+    World(2, 1, 2, 2, vocabulary=1, forgetting=False, steps=1),
 ]
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
