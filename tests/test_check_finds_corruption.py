@@ -432,7 +432,9 @@ def test_damage_to_priorities_is_named(
     damage: Callable[[Any], tuple[Any, Any, int]], block: int | None
 ) -> None:
     """Both idle blocks have a priority that ends: 7 at 5 s, first in the heap, 6 at 10 s."""
-    victim = Ordered(RetentionPriority(), "priorities", "durations", "ends", "heap", "places")
+    victim = Ordered(
+        RetentionPriority(), "priorities", "durations", "ends", "heap", "places", "entries"
+    )
     assert_named(victim, damage, "I4", block)
 
 
