@@ -36,6 +36,7 @@ from kvcore.prefix_index cimport PrefixIndex, Prompt, index_t
 cdef enum:
     CLOSED = -1
     UNCUT = 2147483647
+    NUM_OF_PREFIXES = 5  # quantities of a row that only prefix caching needs
 
 
 # What a token that takes no block needs to find its slot. A loop works on a copy of it:
@@ -89,7 +90,7 @@ cdef class BlockManager:
 
     cdef int64_t generation  # of the arrays below
     cdef cnp.ndarray table_array, length_array, mirrored_array, spare_array
-    cdef tuple prefix_arrays
+    cdef cnp.ndarray prefix_array  # these quantities, int32[NUM_OF_PREFIXES, rows]
     cdef cnp.ndarray count_array, fenced_array, fenced_until_array, pair_array
     cdef object __weakref__
 

@@ -787,20 +787,22 @@ cdef class BlockManager:
         cdef cnp.ndarray lengths = int32_zeros(rows)
         cdef cnp.ndarray mirrored = int32_zeros(rows)
         cdef cnp.ndarray spare = int32_zeros(rows)
-        cdef cnp.ndarray known, published, eras, roots, cuts
+        cdef cnp.ndarray of_prefixes = None
+        cdef int32_t *quantity
         if self.contents != NULL:
-            known, published = int32_zeros(rows), int32_zeros(rows)
-            eras, roots, cuts = int32_zeros(rows), int32_zeros(rows), int32_zeros(rows)
-            if old_rows:
-                memcpy(int32_data(known), self.known_tokens, 4 * old_rows)
-                memcpy(int32_data(published), self.published_blocks, 4 * old_rows)
-                memcpy(int32_data(eras), self.eras, 4 * old_rows)
-                memcpy(int32_data(roots), self.roots, 4 * old_rows)
-                memcpy(int32_data(cuts), self.cut_columns, 4 * old_rows)
-            self.known_tokens, self.published_blocks = int32_data(known), int32_data(published)
-            self.eras, self.roots = int32_data(eras), int32_data(roots)
-            self.cut_columns = int32_data(cuts)
-            self.prefix_arrays = (known, published, eras, roots, cuts)
+            of_prefixes = int32_table(NUM_OF_PREFIXES, rows)
+            quantity = int32_data(of_prefixes)
+            for row in range(NUM_OF_PREFIXES if old_rows else 0):
+                memcpy(
+                    quantity + row * rows, self.known_tokens + row * <int64_t>old_rows,
+                    old_rows * sizeof(int32_t),
+                )
+            self.prefix_array = of_prefixes
+            self.known_tokens = quantity
+            self.published_blocks = quantity + rows
+            self.eras = quantity + 2 * rows
+            self.roots = quantity + 3 * rows
+            self.cut_columns = quantity + 4 * rows
         for row in range(old_rows):
             int32_data(lengths)[row] = self.slab.lengths[row]
             int32_data(mirrored)[row] = self.mirrored[row]
@@ -1760,9 +1762,9 @@ cdef class BlockManager:
                             record_of(self.contents, block).key,
                         )
                     previous = prompt.hashes[column] = record_of(self.contents, block).hash
-            prompt.set_keys(root, keys)
             prompt.cut_column = self.cut_columns[row]
-            return prompt
+        prompt.set_keys(root, keys)
+        return prompt
 
     def reset(self):
         """Forget every cached content at once; sequences go on but publish nothing more.
@@ -1834,13 +1836,18 @@ cdef class BlockManager:
         """
         cdef Prompt prompt = self.as_prompt(given(tokens), namespace, media)
         cdef int32_t found = 0, i
-        cdef list blocks = []
-        if prompt is None:
-            return PrefixPin(self, ())
+        cdef tuple blocks
         pin = PrefixPin(self, ())
+        if prompt is None:
+            return pin
         with cython.critical_section(self.pool):
-            self.prefix.resolve_keys(prompt)
-            found = self.prefix.walk(prompt, prompt.num_full)
+            while True:
+                self.prefix.resolve_keys(prompt)
+                found = self.prefix.walk(prompt, prompt.num_full)
+                blocks = tuple([prompt.blocks[i] for i in range(found)])
+                # New containers may start a garbage collection, and that change the pool.
+                if self.prefix.walk(prompt, prompt.num_full) == found and all_equal(prompt, blocks):
+                    break
             if self.num_prefix_pins + found > self.pin_quota:
                 raise ValueError(
                     f"pin_quota is {self.pin_quota} blocks, {self.num_prefix_pins} are held "
@@ -1848,9 +1855,7 @@ cdef class BlockManager:
                 )
             if self.pool.pin_counts == NULL:
                 self.pool.allocate_pins()
-            for i in range(found):
-                blocks.append(prompt.blocks[i])
-            pin.blocks = tuple(blocks)
+            pin.blocks = blocks
             pin.n_tokens = <int64_t>found * self.slab.block_size
             for i in range(found):
                 claim(self, prompt.blocks[i], False)
@@ -2241,6 +2246,15 @@ cdef class BlockManager:
         for row in range(self.num_rows):
             if self.slab.lengths[row] >= 0:
                 int32_data(references_array)[self.roots[row]] += 1
+
+
+cdef bint all_equal(Prompt prompt, tuple blocks) noexcept:
+    """Whether a walk found these blocks."""
+    cdef int32_t i
+    for i in range(len(blocks)):
+        if prompt.blocks[i] != <int32_t>blocks[i]:
+            return False
+    return True
 
 
 cdef object given(tokens):

@@ -19,7 +19,7 @@ class Counter(IntEnum):
     SEQUENCES_FREED = 2
     """Sequences ended by ``free_seq``."""
     BLOCKS_TAKEN = 3
-    """Blocks taken from the pool."""
+    """Blocks taken from the pool; cached ones that a prefix hit shares are not."""
     BLOCKS_RELEASED = 4
     """Blocks whose last reference this manager dropped."""
     EVICTIONS = 5

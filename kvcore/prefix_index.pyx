@@ -446,13 +446,18 @@ cdef class PrefixIndex:
         """Room for ``count`` keys, the one without a number included."""
         cdef index_t *index = &self.state
         cdef cnp.npy_intp capacity = max(count, 2 * self.key_capacity, 16)
-        cdef cnp.npy_intp held = len(self.keys_by_number)
+        cdef cnp.npy_intp held
         if count <= self.key_capacity:
             return 0
         cdef cnp.ndarray references = int32_zeros(capacity)
         cdef cnp.ndarray tweaks = int64_zeros(capacity)
         cdef cnp.ndarray is_idle = aligned_zeros(1, &capacity, cnp.NPY_UINT8, 1)
         cdef cnp.ndarray idle = int32_zeros(capacity)
+        arrays = (references, tweaks, is_idle, idle)
+        # A new tuple may start a garbage collection, and that other calls to this.
+        if count <= self.key_capacity:
+            return 0
+        held = len(self.keys_by_number)
         if self.key_capacity:
             memcpy(int32_data(references), index.key_references, 4 * held)
             memcpy(int64_data(tweaks), index.key_tweaks, 8 * held)
@@ -462,7 +467,7 @@ cdef class PrefixIndex:
         index.key_tweaks = <uint64_t *>int64_data(tweaks)
         index.key_is_idle = <uint8_t *>cnp.PyArray_DATA(is_idle)
         index.idle_keys = int32_data(idle)
-        self.key_arrays = (references, tweaks, is_idle, idle)
+        self.key_arrays = arrays
         self.key_capacity = <int32_t>capacity
         return 0
 
@@ -585,19 +590,22 @@ cdef class PrefixIndex:
     cdef int allocate_siblings(self) except -1:
         """Find hits inside blocks from now on. O(num_blocks), once."""
         cdef index_t *index = &self.state
-        cdef int32_t num_blocks = index.blocks.num_blocks
+        cdef int32_t num_blocks = index.num_blocks
         cdef int64_t i
         if index.siblings.buckets != NULL:
             return 0
         cdef cnp.ndarray buckets = int32_zeros(index.bucket_mask + 1)
         cdef cnp.ndarray after = int32_zeros(num_blocks)
         cdef cnp.ndarray before = int32_zeros(num_blocks)
+        arrays = (buckets, after, before)
+        if index.siblings.buckets != NULL:  # a new tuple may start a garbage collection
+            return 0
+        self.sibling_arrays = arrays
         for i in range(<int64_t>index.bucket_mask + 1):
             int32_data(buckets)[i] = NOWHERE
         index.siblings.buckets = int32_data(buckets)
         index.siblings.after = int32_data(after)
         index.siblings.before = int32_data(before)
-        self.sibling_arrays = (buckets, after, before)
         for i in range(num_blocks):
             if record_of(index, i).uid > 0:
                 link_sibling(index, <int32_t>i)
@@ -758,9 +766,10 @@ cdef class PrefixIndex:
         cdef cnp.ndarray parents = int64_zeros(entries)
         cdef cnp.ndarray keys = int32_zeros(entries)
         cdef cnp.ndarray tokens = int32_zeros(entries * index.block_size)
+        arrays = (uids, parents, keys, tokens)
         with cython.critical_section(pool):
             empty_log(index)
-            self.log_arrays = (uids, parents, keys, tokens)
+            self.log_arrays = arrays
             index.log.uids = int64_data(uids)
             index.log.parents = int64_data(parents)
             index.log.keys = int32_data(keys)
@@ -798,13 +807,15 @@ cdef class PrefixIndex:
         if not index.log.on:
             raise RuntimeError("no log was started")
         with cython.critical_section(pool):
+            count = -1
+            while count != (index.num_identities if index.log.lost else index.log.count):
+                count = index.num_identities if index.log.lost else index.log.count
+                uids = int64_zeros(count)
+                parents = int64_zeros(count)
+                tokens = int32_zeros(count * size)
+                keys = [None] * count
             whole = index.log.lost
             epoch = self.epoch
-            count = index.num_identities if whole else index.log.count
-            uids = int64_zeros(count)
-            parents = int64_zeros(count)
-            tokens = int32_zeros(count * size)
-            keys = [None] * count
             if whole:
                 entry = 0
                 for block in range(index.blocks.num_blocks):
@@ -967,7 +978,9 @@ cdef class Prompt:
         self.cut_column = MAX_TOKENS
 
     def __dealloc__(self):
-        if self.index is not None:
+        if self.index is None:  # cleared by the garbage collector
+            PyMem_RawFree(self.memory)
+        else:
             self.index.give_memory(self.memory, self.num_bytes)
 
     cdef int allocate(self, int64_t num_tokens) except -1:

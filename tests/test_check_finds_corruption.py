@@ -267,8 +267,12 @@ class Sharing:
         for name in self.RECORD.names or ():
             setattr(self, name, records.view(self.RECORD)[name])
         self.key_references = self.keys[0]
-        (by_row,) = [held for held in gc.get_referents(bm) if isinstance(held, tuple)]
-        self.known, self.published, self.eras, self.roots, self.cuts = map(writable, by_row)
+        (by_row,) = [
+            held
+            for held in gc.get_referents(bm)
+            if isinstance(held, np.ndarray) and held.shape == (5, len(bm.lengths))
+        ]
+        self.known, self.published, self.eras, self.roots, self.cuts = writable(by_row)
         self.keys_by_number = next(
             held for held in gc.get_referents(index) if isinstance(held, list) and b"" in held
         )
