@@ -17,7 +17,7 @@ end are found in a calendar, since a running sequence gets one token in every st
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
@@ -43,9 +43,15 @@ __all__ = ["PrefixHits", "ReplayResult", "Series", "replay"]
 # A sample of the pool costs O(num_blocks): the series halves its resolution when full.
 MOST_POINTS = 2_000
 STEPS_BETWEEN_PROGRESS = 512
+# Requests whose tokens are made in one go: few calls of numpy, and little that lies around.
+DRAWN_AT_ONCE = 32
 # Requests in the scheduler's queue that have brought their tokens. More than enter in a
 # step; the tokens of all that wait could be more than fits into memory.
 MOST_QUEUED = 512
+
+BLOCKS_TAKEN, COW_COPIES = int(Counter.BLOCKS_TAKEN), int(Counter.COW_COPIES)
+CACHED_TOKENS = int(Counter.CACHED_TOKENS)
+RESUMED_CACHED_TOKENS = int(Counter.RESUMED_CACHED_TOKENS)
 
 Progress = Callable[[int, int], None]
 """``(requests done, requests in all)``"""
@@ -302,6 +308,8 @@ class _Run:
     ) -> None:
         assert trace.arrivals is not None
         self.manager = manager
+        # An item of a memoryview is an int at once.
+        self.counters = memoryview(manager.counters)  # type: ignore[arg-type]
         self.scheduler = scheduler
         self.step_time = step_time
         ones = np.ones(len(trace), np.int64)
@@ -312,6 +320,7 @@ class _Run:
         self.samples_left = self.samples.copy()
         self.hash_ids = trace.hash_ids if manager.prefix_caching else None
         self.hash_block_size = trace.hash_block_size
+        self.tokens_of_next = self.draw_tokens()
         # One entry a sequence from here on.
         self.request: list[int] = np.repeat(np.arange(len(trace)), samples).tolist()
         self.prompt: list[int] = np.repeat(trace.prompt_tokens, samples).tolist()
@@ -338,9 +347,6 @@ class _Run:
         self.timed_calls = 0
         self.finished = 0
         self.rejected: dict[int, Reason] = {}
-        # Requests that have been admitted, of those whose tokens are known.
-        self.sharing: set[int] = set()
-        self.prompt_blocks = 0
         self.cached_tokens = 0
         self.steps = 0
         self.prefill_tokens = 0
@@ -365,8 +371,7 @@ class _Run:
     def serve(self, progress: Progress | None) -> None:
         """All requests, from the first arrival until the last has left."""
         scheduler, pool, step_time = self.scheduler, self.manager.pool, self.step_time
-        counters = memoryview(self.manager.counters)  # type: ignore[arg-type]
-        taken, copied = int(Counter.BLOCKS_TAKEN), int(Counter.COW_COPIES)
+        counters, taken, copied = self.counters, BLOCKS_TAKEN, COW_COPIES
         while True:
             if self.next_add <= self.now:
                 self.add_arrivals()
@@ -434,7 +439,7 @@ class _Run:
         while self.arrivals[self.arrived] <= self.now:
             self.arrived += 1
         while self.queued < self.arrived and len(self.scheduler.waiting) < MOST_QUEUED:
-            tokens = self.tokens_of(self.queued)
+            tokens = next(self.tokens_of_next)
             start = thread_time_ns()
             self.add(self.queued, tokens)
             self.stop_clock(start)
@@ -448,13 +453,16 @@ class _Run:
         except RequestRefused:
             self.rejected[request] = Reason.NEVER_FITS
 
-    def tokens_of(self, request: int) -> NDArray[np.int32] | None:
-        """Make the tokens that a request brings, if there are any."""
+    def draw_tokens(self) -> Iterator[NDArray[np.int32]]:
+        """Make the tokens that request after request brings, none where it has no ids."""
         assert self.hash_ids is not None
-        if not len(self.hash_ids[request]):
-            return None
-        n_tokens = self.prompt[self.first_sequence[request]]
-        return tokens_of_hash_ids(self.hash_ids[request], self.hash_block_size, n_tokens)
+        for first in range(0, len(self.hash_ids), DRAWN_AT_ONCE):
+            batch = self.hash_ids[first : first + DRAWN_AT_ONCE]
+            tokens = tokens_of_hash_ids(np.concatenate(batch), self.hash_block_size)
+            start = 0
+            for request, ids in enumerate(batch, first):
+                yield tokens[start : start + self.known_tokens(request)]
+                start += len(ids) * self.hash_block_size
 
     def account(self, step: Step) -> list[tuple[int, int]]:
         """Enter who came and who was sent away; returns those who came."""
@@ -462,7 +470,11 @@ class _Run:
         preempted = cast("list[int]", step.preempted)
         rejected = cast("dict[int, Verdict]", step.rejected)
         if self.hash_ids is not None:
-            self.account_sharing(admitted, rejected)
+            # Cells that cost no block. The step does not tell of somebody who was admitted
+            # and sent away in it, the counters do.
+            cached = self.counters[CACHED_TOKENS] + self.counters[RESUMED_CACHED_TOKENS]
+            self.cells_beside_counters += (cached - self.cached_tokens) // self.manager.block_size
+            self.cached_tokens = cached
         for (sequence, n_tokens), cached in zip(admitted, step.cached, strict=True):
             self.end_after(sequence, self.steps - 1)
             self.tokens += n_tokens
@@ -479,25 +491,6 @@ class _Run:
             self.rejected[self.request[sequence]] = verdict.reason
             self.leave(sequence)
         return admitted
-
-    def account_sharing(
-        self, admitted: Iterable[tuple[int, int]], rejected: dict[int, Verdict]
-    ) -> None:
-        """Count the prompts that were looked up, and the cells that cost no block.
-
-        Somebody may be admitted and sent away in one step. The step tells nothing of what
-        was found for it; the manager's counters do. It comes back, unless it outgrew.
-        """
-        outgrew = [s for s, v in rejected.items() if v.reason is Reason.OUTGREW_POOL]
-        for sequence in (*[sequence for sequence, _ in admitted], *outgrew):
-            request = self.request[sequence]
-            if request not in self.sharing and sequence == self.first_sequence[request]:
-                self.sharing.add(request)
-                self.prompt_blocks += self.known_tokens(request) // self.manager.block_size
-        counters = self.manager.counters
-        cached = int(counters[Counter.CACHED_TOKENS] + counters[Counter.RESUMED_CACHED_TOKENS])
-        self.cells_beside_counters += (cached - self.cached_tokens) // self.manager.block_size
-        self.cached_tokens = cached
 
     def known_tokens(self, request: int) -> int:
         assert self.hash_ids is not None
@@ -608,12 +601,18 @@ class _Run:
     def prefix_hits(self, eviction: str) -> PrefixHits:
         counters = self.manager.counters
         cached_tokens = int(counters[Counter.CACHED_TOKENS])
+        # Those that ended for want of room had been admitted.
+        known = [
+            self.known_tokens(request)
+            for request in range(len(self.samples))
+            if self.rejected.get(request) in (None, Reason.OUTGREW_POOL)
+        ]
         return PrefixHits(
             eviction=eviction,
-            prompts=sum(self.known_tokens(request) > 0 for request in self.sharing),
+            prompts=len(known) - known.count(0),
             prompt_tokens=int(counters[Counter.PROMPT_TOKENS]),
             cached_tokens=cached_tokens,
-            prompt_blocks=self.prompt_blocks,
+            prompt_blocks=sum(tokens // self.manager.block_size for tokens in known),
             cached_blocks=cached_tokens // self.manager.block_size,
             resumed_tokens=int(counters[Counter.RESUMED_TOKENS]),
             resumed_cached_tokens=int(counters[Counter.RESUMED_CACHED_TOKENS]),

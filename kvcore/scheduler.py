@@ -102,9 +102,9 @@ class Request(_Pair):
         Whether it has let a step pass for a prefix; it does so once.
     """
 
-    prompt: Prompt | None
-    retention: Sequence[Retention]
-    waited: bool
+    prompt: Prompt | None = None
+    retention: Sequence[Retention] = ()
+    waited: bool = False
 
     def __new__(
         cls,
@@ -116,8 +116,8 @@ class Request(_Pair):
         """Make the pair, with what the manager needs besides."""
         request = super().__new__(cls, seq, n_tokens)
         request.prompt = prompt
-        request.retention = retention
-        request.waited = False
+        if retention:
+            request.retention = retention
         return request
 
 
@@ -337,11 +337,11 @@ class Scheduler:
                 self.waiting.popleft()
                 step.rejected[seq] = verdict
                 continue
-            verdict = self._not_now(request)
+            verdict = self._not_now(request, exact=bool(entered))
             if verdict.reason is Reason.LIVE_ID and seq not in self.running:
                 # Its owner did not come through here: nothing says when it will end.
                 self.waiting.popleft()
-                step.rejected[seq] = verdict
+                step.rejected[seq] = self._not_now(request)
             elif verdict.reason is not Reason.FITS or (
                 entered and self._waits_for_prefix(request, verdict, entered)
             ):
@@ -356,7 +356,8 @@ class Scheduler:
                         retention=request.retention,
                         resumed=isinstance(request, Resumed),
                     )
-                    self._computes(request, cached // self.bm.block_size, entered)
+                    if self.wait_for_prefix and len(self.waiting) > 1:
+                        self._computes(request, cached // self.bm.block_size, entered)
                 else:
                     self.bm.allocate(seq, n_tokens)
                 self.waiting.popleft()
@@ -385,9 +386,9 @@ class Scheduler:
         return request.waited
 
     def _computes(self, request: Request, column: int, entered: _Entered) -> None:
-        """Note, if others may wait for them, that it computes its blocks from ``column`` on."""
+        """Note, for those behind it, that it computes its blocks from ``column`` on."""
         prompt = request.prompt
-        if self.wait_for_prefix and prompt is not None and column < prompt.num_full_blocks:
+        if prompt is not None and column < prompt.num_full_blocks:
             entered.setdefault(prompt.chain_hash(column), []).append(prompt)
 
     def _needed(self, request: tuple[Hashable, int]) -> int:
@@ -418,18 +419,22 @@ class Scheduler:
             return Verdict(Reason.NEVER_FITS, needed, num_blocks - self.watermark_blocks)
         return None
 
-    def _not_now(self, request: tuple[Hashable, int]) -> Verdict:
-        """Whether the request could enter at once, were it the head of the queue."""
+    def _not_now(self, request: tuple[Hashable, int], exact: bool = True) -> Verdict:
+        """Whether the request could enter at once, were it the head of the queue.
+
+        What is cached can only help: unless ``exact`` numbers are asked for, nothing is
+        looked up for a request that would fit without it.
+        """
         needed = self._needed(request)
         available = self.bm.num_available
         watermark = self.watermark_blocks
         if isinstance(request, Request):
-            if request.prompt is not None:
+            if isinstance(request, Resumed) and not self.running:
+                watermark = 0
+            if request.prompt is not None and (exact or needed > available - watermark):
                 plan = self.bm.plan_allocate(request.n_tokens, tokens=request.prompt)
                 needed -= plan.cached_tokens // self.bm.block_size
                 available = plan.available
-            if isinstance(request, Resumed) and not self.running:
-                watermark = 0
         if request[0] in self.bm:
             reason = Reason.LIVE_ID
         elif self.max_running is not None and len(self.running) >= self.max_running:

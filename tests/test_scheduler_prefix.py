@@ -311,6 +311,16 @@ def test_shared_blocks_let_in_what_would_not_fit_alone() -> None:
     assert (verdict.reason, verdict.needed) == (Reason.BLOCKS, 4)
 
 
+def test_the_numbers_of_a_taken_id_count_what_is_cached() -> None:
+    """The request would fit uncached, so that admission alone would not look it up."""
+    run = engine(8)
+    served(run, ids(14))
+    run.scheduler.add("a", tokens=ids(14))
+    run.bm.allocate("a", 1)
+    assert run.scheduler.why("a") == (Reason.LIVE_ID, 1, 4, 0)
+    assert run.step().rejected == {"a": (Reason.LIVE_ID, 1, 4, 0)}
+
+
 def test_whether_it_can_ever_fit_does_not_depend_on_the_cache() -> None:
     """The cached part may be gone by the time the request is at the head."""
     run = engine(6, 1)
