@@ -34,6 +34,9 @@ LARGE = 1_953 * BLOCKS  # about 10^6
 WINDOW = 4
 """Prompts that one run revives, evicts or publishes."""
 
+HOT = 32
+"""Calls of a run of the hot rows: the first finds what the contenders before it left."""
+
 EVICTED = 625
 """Blocks of 10,000 tokens."""
 
@@ -157,10 +160,10 @@ def matches(pool: str, kept: bool) -> Mapping[str, Contender]:
     subject = cached.manager.prompt(tokens) if kept else tokens
     contenders = {
         "kvcore": match_statement(
-            cached.manager, [subject] * 8, verify=partial(cached.expect_match, [subject])
+            cached.manager, [subject] * HOT, verify=partial(cached.expect_match, [subject])
         ),
-        "no-op": match_statement(load("floor").Floor(), [subject] * 8),
-        "memcmp": memcmp(cached, [tokens], turns=8),
+        "no-op": match_statement(load("floor").Floor(), [subject] * HOT),
+        "memcmp": memcmp(cached, [tokens], turns=HOT),
     }
     if pool == "32k":  # the others need minutes and gigabytes for more
         prompts = cached.prompts.tolist() if peers.present() else []
