@@ -245,9 +245,13 @@ class Scheduler:
             ``n_tokens`` is below 1, below the number of ``tokens`` or no integer,
             ``seq`` is live, or what ``BlockManager.allocate`` raises for the rest.
         """
-        known = 0
+        known, prompt = 0, None
+        more = tokens is not None or namespace is not None or media or retention
+        if more and self.bm.prefix_caching:
+            given = () if tokens is None else tokens
+            prompt = self.bm.prompt(given, namespace=namespace, media=media)
         if tokens is not None:
-            known = _number_of(tokens)
+            known = _number_of(tokens) if prompt is None else len(prompt)
             n_tokens = known if n_tokens is None else n_tokens
         request = (seq, _at_least(n_tokens, known or 1, "n_tokens"))
         if seq in self.bm:
@@ -258,10 +262,7 @@ class Scheduler:
                 f"n_tokens is {request[1]}: {verdict.reason.value}; {seq!r} needs "
                 f"{verdict.needed} blocks and can have {verdict.available}"
             )
-        more = tokens is not None or namespace is not None or media or retention
-        if more and self.bm.prefix_caching:
-            tokens = () if tokens is None else tokens
-            prompt = self.bm.prompt(tokens, namespace=namespace, media=media)
+        if prompt is not None:
             if retention:  # else a step would meet what is wrong with it
                 self.bm.plan_allocate(request[1], tokens=prompt, retention=retention)
             request = Request(*request, prompt, tuple(retention))
