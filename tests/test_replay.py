@@ -367,6 +367,24 @@ def test_few_bring_their_tokens_at_once_and_nothing_else_changes(
     np.testing.assert_array_equal(few.waiting_seconds, many.waiting_seconds)
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 8])
+def test_tokens_may_be_drawn_for_any_number_of_requests_at_once(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that end inside a block, before the last one, and after what their ids reach."""
+    ids = [(1, 2, 3), (), (1, 2, 4), (1,), (2, 1), (1, 2, 3), (1, 2, 3)]
+    lengths = [12, 5, 10, 3, 20, 9, 13]
+    load = sharing(*[(i, *request, 2) for i, request in enumerate(zip(ids, lengths, strict=True))])
+    monkeypatch.setattr(kvcore.replay, "DRAWN_AT_ONCE", at_once)
+    result = run(load, 40)
+    found = hits(result)
+    # The third and the last two find two blocks, and the last one all three of its ids.
+    assert found.cached_tokens == 8 + 8 + 12
+    assert found.prompt_tokens == 12 + 10 + 3 + 8 + 9 + 12
+    assert 0.0 < result.drawing_seconds < result.cpu_seconds
+    assert run(load, 40, prefix_caching=False).drawing_seconds == 0.0
+
+
 def test_refused_requests_do_not_stop_those_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvcore.replay, "MOST_QUEUED", 1)
     load = sharing(*[(0, range(10), 40, 1)] * 3, (0, (1,), 4, 1))
@@ -562,7 +580,7 @@ def test_a_replay_is_the_same_every_time() -> None:
     first, second = (
         replay(synthetic_trace(300, seed=4), num_blocks=1_200, watermark_blocks=1) for _ in range(2)
     )
-    measured = {"wall_seconds", "cpu_seconds", "manager_seconds", "series"}
+    measured = {"wall_seconds", "cpu_seconds", "manager_seconds", "drawing_seconds", "series"}
     for name, value in vars(first).items():
         if name not in measured:
             np.testing.assert_array_equal(value, getattr(second, name))
