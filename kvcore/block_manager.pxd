@@ -109,7 +109,7 @@ cdef class BlockManager:
     cdef cnp.ndarray copies(self, cnp.npy_intp count)
     cdef int reserve_fence(self, int64_t references) except -1
     cdef int out_of_blocks(self, int64_t needed, int64_t available) except -1
-    cdef Prompt as_prompt(self, tokens, namespace, media)
+    cdef Prompt as_prompt(self, tokens, namespace, media, bint is_passing=*)
     cdef int32_t length_of(self, n_tokens, tokens, Prompt prompt) except -1
     cdef int64_t num_unpublished(self, const int32_t *rows, cnp.npy_intp count) noexcept
     cdef cnp.ndarray ids_to_commit(self, tokens)

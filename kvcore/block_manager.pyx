@@ -967,7 +967,7 @@ cdef class BlockManager:
                 self.retain_blocks(row, 0, found)
         return (cached, copy) if partial_hit else cached
 
-    cdef Prompt as_prompt(self, tokens, namespace, media):
+    cdef Prompt as_prompt(self, tokens, namespace, media, bint is_passing=True):
         """The prompt that a call names, or None if no content is asked for."""
         if self.contents == NULL or (tokens is None and namespace is None and not media):
             return None
@@ -977,7 +977,9 @@ cdef class BlockManager:
             if namespace is not None or media:
                 raise ValueError("namespace and media are those of the Prompt: give none beside it")
             return tokens
-        return make_prompt(self.prefix, () if tokens is None else tokens, namespace, media)
+        return make_prompt(
+            self.prefix, () if tokens is None else tokens, namespace, media, is_passing
+        )
 
     cdef int32_t length_of(self, n_tokens, tokens, Prompt prompt) except -1:
         """The length that a call means by ``n_tokens`` and ``tokens``."""
@@ -1003,7 +1005,7 @@ cdef class BlockManager:
         """
         if self.contents == NULL:
             raise ValueError("prefix_caching is off: there is nothing to match a prompt with")
-        return self.as_prompt(given(tokens), namespace, media)
+        return self.as_prompt(given(tokens), namespace, media, False)
 
     def match(self, tokens, /, *, namespace=None, media=()):
         """Leading tokens that ``allocate`` would find cached now. Changes nothing.

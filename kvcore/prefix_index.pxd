@@ -117,6 +117,7 @@ cdef class Prompt:
     cdef readonly PrefixIndex index
     cdef void *memory             # what the pointers show
     cdef int64_t num_bytes
+    cdef bint is_passing          # made for one call: its memory goes from one to the next
     cdef int32_t num_tokens
     cdef int32_t num_full         # full blocks
     cdef int32_t *tokens
@@ -141,7 +142,7 @@ cdef class Prompt:
     cdef void hash_blocks(self) noexcept nogil
 
 
-cdef Prompt make_prompt(PrefixIndex index, tokens, namespace, media)
+cdef Prompt make_prompt(PrefixIndex index, tokens, namespace, media, bint is_passing)
 
 
 cdef inline record_t *record_of(const index_t *index, int32_t block) noexcept nogil:

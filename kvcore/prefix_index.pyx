@@ -416,11 +416,10 @@ cdef class PrefixIndex:
     # ------------------------------------------------------------ memory of prompts
 
     cdef void *take_memory(self, int64_t *num_bytes) noexcept:
-        """Memory for a prompt: the spare one if it is large enough, else new.
+        """Memory for a prompt of one call: the spare one if it is large enough, else new.
 
-        Most prompts live for one call. Without the spare, the allocator may give pages
-        back to the system after each of them and fetch them for the next, which costs
-        more than the match.
+        Without the spare, the allocator may give pages back to the system after each call
+        and fetch them for the next, which costs more than the match.
         """
         cdef void *memory
         with cython.critical_section(self):
@@ -978,7 +977,7 @@ cdef class Prompt:
         self.cut_column = MAX_TOKENS
 
     def __dealloc__(self):
-        if self.index is None:  # cleared by the garbage collector
+        if self.index is None or not self.is_passing:
             PyMem_RawFree(self.memory)
         else:
             self.index.give_memory(self.memory, self.num_bytes)
@@ -989,7 +988,10 @@ cdef class Prompt:
         if num_tokens > MAX_TOKENS:
             raise ValueError(f"tokens must be at most {MAX_TOKENS}, got {num_tokens}")
         self.num_bytes = 20 * num_full + 4 * num_tokens + 1
-        memory = <char *>self.index.take_memory(&self.num_bytes)
+        if self.is_passing:
+            memory = <char *>self.index.take_memory(&self.num_bytes)
+        else:
+            memory = <char *>PyMem_RawMalloc(self.num_bytes)
         if memory == NULL:
             raise MemoryError(f"a prompt of {num_tokens} tokens")
         self.memory = memory
@@ -1110,14 +1112,15 @@ cdef class Prompt:
         return keys
 
 
-cdef Prompt make_prompt(PrefixIndex index, tokens, namespace, media):
-    """Tokens and keys, checked, copied and hashed."""
+cdef Prompt make_prompt(PrefixIndex index, tokens, namespace, media, bint is_passing):
+    """Tokens and keys, checked, copied and hashed; ``is_passing`` if for one call only."""
     cdef Prompt prompt = Prompt.__new__(Prompt)
     cdef Py_buffer view
     cdef int64_t bad
     cdef bytes root
     source = token_source(tokens)
     prompt.index = index
+    prompt.is_passing = is_passing
     if isinstance(source, list):
         prompt.allocate(len(source))
         copy_list(source, prompt.tokens, prompt.num_tokens)
