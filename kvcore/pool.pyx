@@ -120,11 +120,12 @@ cdef class BlockPool:
     cdef int allocate_links(self) except -1:
         cdef int32_t first = self.state.num_blocks
         cdef cnp.npy_intp size = <cnp.npy_intp>first + self.state.num_levels
-        cdef cnp.ndarray after = int32_zeros(size)
-        cdef cnp.ndarray before = int32_zeros(size)
+        cdef cnp.ndarray after, before
         cdef int32_t block, sentinel
         if self.state.next != NULL:
             return 0
+        after = int32_zeros(size)
+        before = int32_zeros(size)
         self.link_arrays = (after, before)
         self.state.previous = int32_data(before)
         self.state.next = int32_data(after)

@@ -11,6 +11,7 @@ from state import IndexMirror, plain, snapshot
 from test_failure_injection import BIG, no_more_memory
 
 from kvcore.block_manager import BlockManager
+from kvcore.pool import BlockPool
 
 Call = Callable[[BlockManager, Any], Any]
 
@@ -82,3 +83,12 @@ def test_a_log_that_the_system_has_no_room_for_leaves_the_one_that_runs() -> Non
     mirror.apply(changes)
     mirror.compare(index, bm.num_blocks)
     bm.check()
+
+
+def test_marking_a_block_needs_memory_the_first_time_only() -> None:
+    pool = BlockPool(BIG // 16)
+    blocks = pool.take_many(2).tolist()
+    pool.keep(blocks[0])
+    with no_more_memory():
+        pool.keep(blocks[1])
+    pool.check()
