@@ -519,6 +519,10 @@ cdef int32_t publish_settled(BlockManager self, int32_t row, int32_t n_settled) 
     if column == CLOSED or self.eras[row] != contents.era:
         return 0
     for column in range(column, stop):
+        if column + AHEAD < stop:
+            block = cells[column + AHEAD]
+            prefetch(&contents.buckets[record_of(contents, block).hash & contents.bucket_mask])
+            prefetch(&self.blocks.next[block])
         block = cells[column]
         parent = 0
         previous = 0
