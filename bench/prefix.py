@@ -153,8 +153,12 @@ def match_statement(manager: Any, wanted: Sequence[Any], **more: Any) -> Contend
     )
 
 
-def matches(pool: str, kept: bool) -> Mapping[str, Contender]:
-    """The same cached prompt again and again, its hashes made anew or kept by the caller."""
+def matches(pool: str, kept: bool, others: bool = False) -> Mapping[str, Contender]:
+    """The same cached prompt again and again, its hashes made anew or kept by the caller.
+
+    ``others``: those that take a hundred times as long, and sweep the processor's caches
+    in between.
+    """
     cached = Cached(POOLS[pool])
     tokens = cached.wanted()[0]
     subject = cached.manager.prompt(tokens) if kept else tokens
@@ -165,7 +169,7 @@ def matches(pool: str, kept: bool) -> Mapping[str, Contender]:
         "no-op": match_statement(load("floor").Floor(), [subject] * HOT),
         "memcmp": memcmp(cached, [tokens], turns=HOT),
     }
-    if pool == "32k":  # the others need minutes and gigabytes for more
+    if others:
         prompts = cached.prompts.tolist() if peers.present() else []
         reference = ReferencePrefixManager(POOLS[pool], BLOCK_SIZE)
         for prompt in cached.prompts.tolist():
@@ -691,6 +695,7 @@ def rows() -> Iterator[Row]:
             partial(matches, pool, True),
             KEPT_TARGET,
         )
+    for pool in POOLS:
         yield Row(
             f"hash + match, every prompt of {pool} in turn", partial(matches_in_turn, pool, False)
         )
@@ -698,6 +703,8 @@ def rows() -> Iterator[Row]:
             f"match, hashes kept, every prompt of {pool} in turn",
             partial(matches_in_turn, pool, True),
         )
+    yield Row("hash + match 8,192 tokens, beside others", partial(matches, "32k", False, True))
+    yield Row("match, hashes kept, beside others", partial(matches, "32k", True, True))
     yield Row("match 8,192 tokens, nothing cached", misses)
     yield Row("prompt: hash 8,192 tokens and keep it", hashes)
     yield Row("commit of a prompt, a block", partial(publishes, True), PUBLISH_TARGET)
@@ -726,10 +733,9 @@ def rows() -> Iterator[Row]:
             EVICT_TARGET,
         )
         yield Row(f"evict 10,000 tokens, 10^6, {policy}", partial(evictions, large, 25, policy))
-    # Beside programs that sweep the processor's caches in between.
     for prompts, name in ((25, "25 prompts"), (1, "1 prompt")):
         yield Row(
-            f"evict 10,000 tokens of {name}, cold, 10^4",
+            f"evict 10,000 tokens of {name}, beside others",
             partial(evictions, small, prompts, others=True),
         )
     yield Row("Scheduler.step + commit_batch, 256 running", partial(steps_with_sharing, 256))
