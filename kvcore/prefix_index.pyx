@@ -485,7 +485,10 @@ cdef class PrefixIndex:
         return 0
 
     cdef int32_t intern(self, bytes key) except -1:
-        """The number of a key, which counts as idle until something refers to it."""
+        """The number of a key, which counts as idle until something refers to it.
+
+        Needs: reserve_keys.
+        """
         cdef index_t *index = &self.state
         cdef int32_t number
         known = self.numbers_by_key.get(key)
@@ -497,7 +500,6 @@ cdef class PrefixIndex:
             self.numbers_by_key[key] = number
         else:
             number = len(self.keys_by_number)
-            self.reserve_keys(number + 1)
             self.numbers_by_key[key] = number
             self.keys_by_number.append(key)
         index.key_references[number] = 0
@@ -516,8 +518,13 @@ cdef class PrefixIndex:
         return 0
 
     cdef int intern_keys(self, Prompt prompt) except -1:
-        """The numbers of a prompt's keys, new ones made. Nothing refers to them yet."""
+        """The numbers of a prompt's keys, new ones made. Nothing refers to them yet.
+
+        Room for all comes first: making it may start a garbage collection, and a call
+        from there would drop the new ones again.
+        """
         cdef int32_t i
+        self.reserve_keys(len(self.keys_by_number) + prompt.num_keys + 1)
         self.drop_idle_keys()
         for i in range(prompt.num_keys):
             prompt.key_numbers[i] = self.intern(prompt.keys[i])
@@ -531,10 +538,9 @@ cdef class PrefixIndex:
 
         ``prompt.blocks`` and ``prompt.uids`` tell which; of several copies, the first.
         What the last walk found is tried first: a block whose uid is unchanged holds the
-        content that it held then.
-        The rest is looked up, candidates one or two groups ahead of their comparison, so
-        that cache misses overlap; hash_blocks has asked for the buckets.
-        Needs: resolve_keys or intern_keys in this call.
+        content that it held then. The rest is looked up, candidates one or two groups
+        ahead of their comparison, so that cache misses overlap; hash_blocks has asked for
+        the buckets. Needs: resolve_keys or intern_keys in this call.
         """
         cdef index_t *index = &self.state
         cdef int32_t[2 * GROUP] candidates
