@@ -1373,7 +1373,8 @@ cdef class BlockManager:
 
         Takes no block and owes no copy: beams that come from one parent share its
         partial last block, and the appends that follow report the copies, one fewer
-        than there are holders. O(len(seqs) + blocks in which child and parent differ).
+        than there are holders. O(len(seqs) + blocks in which child and parent differ); with
+        prefix caching, whose tables may hold copies of one content, all blocks are compared.
 
         Parameters
         ----------
