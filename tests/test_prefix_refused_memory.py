@@ -58,7 +58,8 @@ def everything(bm: BlockManager) -> dict[str, Any]:
 )
 def test_a_prompt_that_the_system_has_no_room_for_changes_nothing(call: Call) -> None:
     bm = busy()
-    tokens = np.zeros(BIG, np.int32)
+    # Twice what the allocator may keep for itself of memory that was freed before.
+    tokens = np.zeros(2 * BIG, np.int32)
     before = everything(bm)
     for _ in range(3):
         with no_more_memory(), pytest.raises(MemoryError):
