@@ -133,7 +133,7 @@ cdef inline int64_t copy_buffer(const Py_buffer *view, int32_t *out) noexcept no
     cdef int32_t bits = 0
     cdef int64_t wide_bits = 0
     cdef Py_ssize_t i
-    if stride == 4:
+    if stride == 4 and view.itemsize == 4:
         bits = copy_tokens(out, <const int32_t *>item, count)
     elif stride == 8 and view.itemsize == 8:
         wide_bits = narrow_tokens(out, <const int64_t *>item, count)

@@ -398,6 +398,25 @@ cdef int32_t find_prefix(
     return found
 
 
+# What an allocation takes: the one computation behind "can it" and "do it".
+cdef struct plan_t:
+    int32_t found      # leading blocks that it shares
+    int32_t needed     # blocks that it takes
+    int32_t available  # blocks that it can take; idle ones among the shared do not count
+
+
+cdef plan_t plan_allocation(BlockManager self, Prompt prompt, int32_t length) noexcept:
+    """Needs: the keys of the prompt, if there is one, are resolved."""
+    cdef plan_t plan
+    cdef int32_t idle = 0
+    plan.found = 0
+    if prompt is not None:
+        plan.found = find_prefix(self, prompt, length, &idle)
+    plan.needed = blocks_for(&self.slab, length) - plan.found
+    plan.available = available_blocks(self.blocks) - idle
+    return plan
+
+
 cdef int32_t find_tail(
     BlockManager self, Prompt prompt, int32_t length, int32_t found, int32_t *alike
 ) noexcept:
@@ -905,7 +924,8 @@ cdef class BlockManager:
         cdef Prompt prompt = self.as_prompt(tokens, namespace, media)
         cdef int32_t length = self.length_of(n_tokens, tokens, prompt)
         cdef int32_t total = blocks_for(&self.slab, length)
-        cdef int32_t row, found = 0, idle = 0, alike = 0, source = NOWHERE
+        cdef int32_t row, found, alike = 0, source = NOWHERE
+        cdef plan_t plan
         cdef int64_t cached = 0
         cdef int32_t i
         cdef bint is_hit = not resumed
@@ -915,9 +935,9 @@ cdef class BlockManager:
             if seq not in self.rows_by_seq:
                 if prompt is not None:
                     self.prefix.resolve_keys(prompt)
-                    found = find_prefix(self, prompt, length, &idle)
-                if total - found > available_blocks(self.blocks) - idle:
-                    self.out_of_blocks(total - found, available_blocks(self.blocks) - idle)
+                plan = plan_allocation(self, prompt, length)
+                if plan.needed > plan.available:
+                    self.out_of_blocks(plan.needed, plan.available)
                 self.grow(self.num_rows, total)
             row = self.bind(seq, "seq")
             try:
@@ -926,15 +946,15 @@ cdef class BlockManager:
                     self.prefix.intern_keys(prompt)
                     if partial_hit:
                         self.prefix.allocate_siblings()
-                    found = find_prefix(self, prompt, length, &idle)
-                if total - found > available_blocks(self.blocks) - idle:
-                    self.out_of_blocks(total - found, available_blocks(self.blocks) - idle)
+                plan = plan_allocation(self, prompt, length)
+                if plan.needed > plan.available:
+                    self.out_of_blocks(plan.needed, plan.available)
+                found = plan.found
                 self.grow(self.num_rows, total)
                 if prompt is not None and partial_hit:
                     source = find_tail(self, prompt, length, found, &alike)
                     if source != NOWHERE and (
-                        total - found > available_blocks(self.blocks) - idle
-                        - (self.blocks.ref[source] == 0)
+                        plan.needed > plan.available - (self.blocks.ref[source] == 0)
                     ):
                         source = NOWHERE  # it would have to be evicted for the copy
                     self.reserve_fence(1)
@@ -954,7 +974,7 @@ cdef class BlockManager:
             if prompt is not None:
                 self.roots[row] = prompt.namespace_number
                 hold_key(self.contents, prompt.namespace_number)
-            take_into(self, row, found, total - found)
+            take_into(self, row, found, plan.needed)
             self.slab.lengths[row] = length
             if prompt is not None:
                 write_prompt(self, row, prompt, found)
@@ -1034,16 +1054,15 @@ cdef class BlockManager:
         """
         cdef Prompt prompt = self.as_prompt(tokens, namespace, media)
         cdef int32_t length = self.length_of(n_tokens, tokens, prompt)
-        cdef int32_t found = 0, idle = 0, available
+        cdef plan_t plan
         if retention:
             as_retention(self, retention)
         with cython.critical_section(self.pool):
             if prompt is not None:
                 self.prefix.resolve_keys(prompt)
-                found = find_prefix(self, prompt, length, &idle)
-            available = available_blocks(self.blocks) - idle
+            plan = plan_allocation(self, prompt, length)
         return AllocationPlan(
-            found * <int64_t>self.slab.block_size, blocks_for(&self.slab, length) - found, available
+            plan.found * <int64_t>self.slab.block_size, plan.needed, plan.available
         )
 
     def can_allocate(
@@ -1056,15 +1075,12 @@ cdef class BlockManager:
         cdef Prompt prompt = self.as_prompt(tokens, namespace, media)
         cdef int32_t length = self.length_of(n_tokens, tokens, prompt)
         cdef int64_t reserve = integer(watermark, "watermark", 0, MAX_TOKENS)
-        cdef int32_t found = 0, idle = 0
+        cdef plan_t plan
         with cython.critical_section(self.pool):
             if prompt is not None:
                 self.prefix.resolve_keys(prompt)
-                found = find_prefix(self, prompt, length, &idle)
-            return (
-                available_blocks(self.blocks) - idle - (blocks_for(&self.slab, length) - found)
-                >= reserve
-            )
+            plan = plan_allocation(self, prompt, length)
+            return plan.available - plan.needed >= reserve
 
     def append_slot(self, seq, /):
         """The slot for one new token: ``(block, offset, cow_src)``. O(1).

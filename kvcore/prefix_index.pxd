@@ -185,11 +185,6 @@ cdef uint64_t hash_of(
     const index_t *index, uint64_t previous, const int32_t *tokens, int32_t key
 ) noexcept nogil
 
-# The first block with that identity, or NOWHERE.
-cdef int32_t find_content(
-    index_t *index, uint64_t hash, const int32_t *tokens, int32_t key, int64_t parent
-) noexcept nogil
-
 # The first block that has the content of ``block`` after ``parent``, or NOWHERE. Needs:
 # ``block`` is full, its hash computed; it has no identity.
 cdef int32_t find_twin(index_t *index, int32_t block, int64_t parent) noexcept nogil

@@ -89,7 +89,7 @@ cdef inline int32_t find_from(
     index_t *index, int32_t block, uint64_t hash, const int32_t *tokens, int32_t key,
     int64_t parent,
 ) noexcept nogil:
-    """``find_content``, from a block of its bucket on."""
+    """The first block with that identity, from a block of its bucket on, or NOWHERE."""
     cdef const record_t *record
     while block != NOWHERE:
         record = record_of(index, block)
@@ -105,18 +105,12 @@ cdef inline int32_t find_from(
     return NOWHERE
 
 
-cdef int32_t find_content(
-    index_t *index, uint64_t hash, const int32_t *tokens, int32_t key, int64_t parent
-) noexcept nogil:
-    cdef int32_t block = index.buckets[hash & index.bucket_mask]
-    return find_from(index, block, hash, tokens, key, parent)
-
-
 cdef int32_t find_twin(index_t *index, int32_t block, int64_t parent) noexcept nogil:
     cdef const record_t *record = record_of(index, block)
     cdef int64_t rejected = index.verify_rejects
-    cdef int32_t twin = find_content(
-        index, record.hash, tokens_of(index, block), record.key, parent
+    cdef int32_t twin = find_from(
+        index, index.buckets[record.hash & index.bucket_mask], record.hash,
+        tokens_of(index, block), record.key, parent,
     )
     if twin == NOWHERE and index.verify_rejects > rejected:
         index.collisions += 1

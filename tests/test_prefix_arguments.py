@@ -1026,3 +1026,12 @@ def test_calls_that_need_an_index_say_that_prefix_caching_is_off() -> None:
     assert bm.pin_prefix(IDLE).blocks == ()
     assert (bm.match([*IDLE, 1]), bm.forget(IDLE), bm.evict(9)) == (0, 0, 0)
     assert (bm.known("A"), bm.published("A"), bm.commit("A")) == (0, 0, 0)
+
+
+def test_int64_tokens_that_overlap_in_memory_are_read_one_by_one() -> None:
+    """Their stride is that of int32, and they are not."""
+    plain = np.array([7, 0, 8, 0, 9, 0, 10, 0], np.int32)
+    wide = np.lib.stride_tricks.as_strided(plain.view(np.int64), (3,), (4,))
+    bm = BlockManager(8, 1, prefix_caching=True)
+    with pytest.raises(ValueError, match=f"token 1 .*{8 << 32}"):
+        bm.prompt(wide)
