@@ -22,14 +22,28 @@ cdef extern from "Python.h":
 cdef extern from *:
     """
     #include <stdint.h>
+    #include <string.h>
     #if defined(__SSE2__) || defined(_M_X64)
     #include <emmintrin.h>
     #define KVCORE_SSE2 1
     #endif
+    /* Buffers of others need not be aligned, hence memcpy: it compiles to one load. */
+    static inline int32_t kvcore_load_int32(const char *token)
+    {
+        int32_t value;
+        memcpy(&value, token, sizeof value);
+        return value;
+    }
+    static inline int64_t kvcore_load_int64(const char *token)
+    {
+        int64_t value;
+        memcpy(&value, token, sizeof value);
+        return value;
+    }
     /* Both copy and return the bits that are set in any token, so that one look at the
        result tells whether all were in range: that is what lets them use vectors. */
     static inline int32_t kvcore_copy_tokens(
-        int32_t *out, const int32_t *tokens, Py_ssize_t count)
+        int32_t *out, const char *tokens, Py_ssize_t count)
     {
         int32_t bits = 0;
         Py_ssize_t i = 0;
@@ -37,7 +51,7 @@ cdef extern from *:
         __m128i all = _mm_setzero_si128();
         int32_t lanes[4];
         for (; i + 4 <= count; i += 4) {
-            __m128i four = _mm_loadu_si128((const __m128i *)(tokens + i));
+            __m128i four = _mm_loadu_si128((const __m128i *)(tokens + 4 * i));
             _mm_storeu_si128((__m128i *)(out + i), four);
             all = _mm_or_si128(all, four);
         }
@@ -45,13 +59,13 @@ cdef extern from *:
         bits = lanes[0] | lanes[1] | lanes[2] | lanes[3];
     #endif
         for (; i < count; i++) {
-            out[i] = tokens[i];
-            bits |= tokens[i];
+            out[i] = kvcore_load_int32(tokens + 4 * i);
+            bits |= out[i];
         }
         return bits;
     }
     static inline int64_t kvcore_narrow_tokens(
-        int32_t *out, const int64_t *tokens, Py_ssize_t count)
+        int32_t *out, const char *tokens, Py_ssize_t count)
     {
         int64_t bits = 0;
         Py_ssize_t i = 0;
@@ -59,8 +73,8 @@ cdef extern from *:
         __m128i all = _mm_setzero_si128();
         int64_t lanes[2];
         for (; i + 4 <= count; i += 4) {
-            __m128i low = _mm_loadu_si128((const __m128i *)(tokens + i));
-            __m128i high = _mm_loadu_si128((const __m128i *)(tokens + i + 2));
+            __m128i low = _mm_loadu_si128((const __m128i *)(tokens + 8 * i));
+            __m128i high = _mm_loadu_si128((const __m128i *)(tokens + 8 * i + 16));
             _mm_storeu_si128((__m128i *)(out + i), _mm_castps_si128(_mm_shuffle_ps(
                 _mm_castsi128_ps(low), _mm_castsi128_ps(high), _MM_SHUFFLE(2, 0, 2, 0))));
             all = _mm_or_si128(all, _mm_or_si128(low, high));
@@ -69,17 +83,20 @@ cdef extern from *:
         bits = lanes[0] | lanes[1];
     #endif
         for (; i < count; i++) {
-            out[i] = (int32_t)tokens[i];
-            bits |= tokens[i];
+            int64_t token = kvcore_load_int64(tokens + 8 * i);
+            out[i] = (int32_t)token;
+            bits |= token;
         }
         return bits;
     }
     """
+    int32_t load_int32 "kvcore_load_int32"(const char *token) noexcept nogil
+    int64_t load_int64 "kvcore_load_int64"(const char *token) noexcept nogil
     int32_t copy_tokens "kvcore_copy_tokens"(
-        int32_t *out, const int32_t *tokens, Py_ssize_t count
+        int32_t *out, const char *tokens, Py_ssize_t count
     ) noexcept nogil
     int64_t narrow_tokens "kvcore_narrow_tokens"(
-        int32_t *out, const int64_t *tokens, Py_ssize_t count
+        int32_t *out, const char *tokens, Py_ssize_t count
     ) noexcept nogil
 
 
@@ -132,26 +149,29 @@ cdef inline int64_t copy_buffer(const Py_buffer *view, int32_t *out) noexcept no
     cdef Py_ssize_t stride = view.strides[0]
     cdef int32_t bits = 0
     cdef int64_t wide_bits = 0
+    cdef int64_t token
     cdef Py_ssize_t i
     if stride == 4 and view.itemsize == 4:
-        bits = copy_tokens(out, <const int32_t *>item, count)
+        bits = copy_tokens(out, item, count)
     elif stride == 8 and view.itemsize == 8:
-        wide_bits = narrow_tokens(out, <const int64_t *>item, count)
+        wide_bits = narrow_tokens(out, item, count)
     else:
         for i in range(count):
             if view.itemsize == 4:
-                out[i] = (<const int32_t *>(item + i * stride))[0]
+                out[i] = load_int32(item + i * stride)
                 bits |= out[i]
             else:
-                out[i] = <int32_t>(<const int64_t *>(item + i * stride))[0]
-                wide_bits |= (<const int64_t *>(item + i * stride))[0]
+                token = load_int64(item + i * stride)
+                out[i] = <int32_t>token
+                wide_bits |= token
     if bits >= 0 and 0 <= wide_bits <= MAX_TOKEN:
         return -1
     for i in range(count):
         if view.itemsize == 4:
-            if (<const int32_t *>(item + i * stride))[0] < 0:
-                return i
-        elif not 0 <= (<const int64_t *>(item + i * stride))[0] <= MAX_TOKEN:
+            token = load_int32(item + i * stride)
+        else:
+            token = load_int64(item + i * stride)
+        if not 0 <= token <= MAX_TOKEN:
             return i
     return -1
 
@@ -159,11 +179,11 @@ cdef inline int64_t copy_buffer(const Py_buffer *view, int32_t *out) noexcept no
 cdef inline int bad_token(const Py_buffer *view, int64_t place) except -1:
     cdef const char *item = <const char *>view.buf + place * view.strides[0]
     if view.itemsize == 8:
-        value = (<const int64_t *>item)[0]
+        value = load_int64(item)
     elif view.format[0] in b"IL" or (view.format[0] in b"@=<" and view.format[1] in b"IL"):
-        value = (<const uint32_t *>item)[0]
+        value = <uint32_t>load_int32(item)
     else:
-        value = (<const int32_t *>item)[0]
+        value = load_int32(item)
     raise ValueError(f"tokens: token {place} must be between 0 and {MAX_TOKEN}, got {value}")
 
 

@@ -1035,3 +1035,24 @@ def test_int64_tokens_that_overlap_in_memory_are_read_one_by_one() -> None:
     bm = BlockManager(8, 1, prefix_caching=True)
     with pytest.raises(ValueError, match=f"token 1 .*{8 << 32}"):
         bm.prompt(wide)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32, np.int64])
+@pytest.mark.parametrize("count", [1, 3, 4, 9])
+@pytest.mark.parametrize("step", [1, 2, -1])
+def test_tokens_need_not_be_aligned(dtype: type[np.generic], count: int, step: int) -> None:
+    """A record read off the wire begins anywhere; the sanitizers see a load that minds."""
+    plain = np.arange(5, 5 + count * abs(step), dtype=dtype)
+    shifted = np.frombuffer(b"\0" + plain.tobytes(), dtype, offset=1)[::step]
+    assert not shifted.flags.aligned
+    bm = BlockManager(32, 1, prefix_caching=True)
+    bm.allocate("A", tokens=shifted)
+    assert bm.tokens("A").tolist() == plain[::step].tolist()
+    bm.allocate("B", count)
+    bm.commit("B", shifted)
+    assert bm.tokens("B").tolist() == plain[::step].tolist()
+    wrong = shifted.copy().astype(dtype)
+    wrong[-1] = np.array(-1).astype(dtype)
+    shifted = np.frombuffer(b"\0" + wrong.tobytes(), dtype, offset=1)
+    with pytest.raises(ValueError, match=f"token {len(wrong) - 1} must be .* got {wrong[-1]}"):
+        bm.prompt(shifted)
