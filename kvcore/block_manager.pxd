@@ -104,6 +104,17 @@ cdef class BlockManager:
     cdef inline int prepare_append(self, int32_t row, int64_t n_tokens) except -1
     cdef int prepare_append_batch(self, const int32_t *rows, cnp.npy_intp count) except -1
     cdef int64_t longest_after(self, const int32_t *rows, cnp.npy_intp count) except -1
+    cdef tuple append_counts(self, cnp.ndarray rows, cnp.ndarray out, cnp.ndarray counts)
+    cdef int prepare_append_counts(
+        self, const int32_t *rows, const int32_t *counts, cnp.npy_intp count
+    ) except -1
+    cdef int check_rows(self, const int32_t *rows, cnp.npy_intp count, str name) except -1
+    cdef int check_distinct(
+        self, const int32_t *rows, cnp.npy_intp count, cnp.ndarray seen, str name
+    ) except -1
+    cdef void write_restored(
+        self, int32_t row, Prompt prompt, const int32_t *kept, cnp.npy_intp count
+    ) noexcept
     cdef int no_such_row(self, const int32_t *rows, cnp.npy_intp entry) except -1
     cdef int too_long(self, int32_t row, int64_t n_tokens) except -1
     cdef cnp.ndarray copies(self, cnp.npy_intp count)

@@ -2,7 +2,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, Self, SupportsIndex, final, overload
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from kvcore.eviction import Retention
 from kvcore.gauges import Gauges
@@ -12,7 +12,12 @@ from kvcore.prefix_index import PrefixIndex, Prompt
 from kvcore.prefix_pin import PrefixPin
 from kvcore.views import FreeBlocks, Lengths, Tables
 
-__all__ = ["AllocationPlan", "BlockManager", "BlockTable"]
+__all__ = ["AllocationPlan", "AppendPlan", "BlockManager", "BlockTable"]
+
+class AppendPlan(NamedTuple):
+    needed: int
+    available: int
+    coming: int
 
 class AllocationPlan(NamedTuple):
     cached_tokens: int
@@ -107,10 +112,33 @@ class BlockManager:
         self, seq: Hashable, n_tokens: SupportsIndex, /
     ) -> tuple[NDArray[np.int64], tuple[int, int] | None]: ...
     def append_batch(
-        self, rows: NDArray[np.int32], out: NDArray[np.int64], /
+        self,
+        rows: NDArray[np.int32],
+        out: NDArray[np.int64],
+        counts: NDArray[np.int32] | None = None,
+        /,
     ) -> tuple[int, NDArray[np.int32] | None]: ...
+    def plan_append(
+        self,
+        rows: NDArray[np.int32],
+        counts: NDArray[np.int32] | None = None,
+        without: NDArray[np.int32] | None = None,
+        /,
+    ) -> AppendPlan: ...
     def can_append(self, seq: Hashable, n_tokens: SupportsIndex = 1, /) -> bool: ...
     def truncate(self, seq: Hashable, n_tokens: SupportsIndex, /) -> None: ...
+    def truncate_batch(self, rows: NDArray[np.int32], lengths: NDArray[np.int32], /) -> None: ...
+    def exclusive_blocks(self, seq: Hashable, /) -> NDArray[np.int32]: ...
+    def restore(
+        self,
+        seq: Hashable,
+        n_tokens: SupportsIndex,
+        /,
+        columns: ArrayLike,
+        blocks: ArrayLike,
+        *,
+        tokens: Prompt | None = None,
+    ) -> NDArray[np.int32]: ...
     def fork(
         self, parent: Hashable, child: Hashable, /, n_tokens: SupportsIndex | None = None
     ) -> None: ...

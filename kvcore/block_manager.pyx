@@ -53,7 +53,7 @@ from kvcore.views import FreeBlocks, Lengths, Tables
 
 cnp.import_array()
 
-__all__ = ["AllocationPlan", "BlockManager", "BlockTable"]
+__all__ = ["AllocationPlan", "AppendPlan", "BlockManager", "BlockTable"]
 
 cdef enum:
     MAX_TOKENS = 2147483647  # 2**31 - 1: lengths are int32
@@ -88,6 +88,24 @@ cdef enum:
 cdef enum:
     NO_BLOCK = -1
     NO_CELL = -2  # the slab has no column for it yet
+
+
+class AppendPlan(NamedTuple):
+    """What ``append_batch`` would do now; all rows are served if ``needed <= available``.
+
+    Attributes
+    ----------
+    needed : int
+        Blocks that it would take.
+    available : int
+        Blocks that it could take now.
+    coming : int
+        Blocks that nobody holds but steps in flight: available when those are settled.
+    """
+
+    needed: int
+    available: int
+    coming: int
 
 
 class AllocationPlan(NamedTuple):
@@ -321,6 +339,94 @@ cdef inline int32_t blocks_to_append(
         blocks_for(&self.slab, length + n_tokens) - blocks_for(&self.slab, length)
     )
     return growth + (n_tokens > 0 and tail_is_shared(self, row))
+
+
+cdef int64_t let_go(BlockManager self, const int32_t *rows, cnp.npy_intp count) noexcept nogil:
+    """Count the references of rows down, for a look. Returns the blocks that nobody holds then.
+
+    Needs: hold_again with the same rows, before anything else.
+    """
+    cdef int32_t *cells
+    cdef int64_t nobodys = 0
+    cdef cnp.npy_intp i
+    cdef int32_t column
+    for i in range(count):
+        cells = table_of(&self.slab, rows[i])
+        for column in range(blocks_for(&self.slab, self.slab.lengths[rows[i]])):
+            self.blocks.ref[cells[column]] -= 1
+            nobodys += self.blocks.ref[cells[column]] == 0
+    return nobodys
+
+
+cdef void hold_again(BlockManager self, const int32_t *rows, cnp.npy_intp count) noexcept nogil:
+    """Undo let_go."""
+    cdef int32_t *cells
+    cdef cnp.npy_intp i
+    cdef int32_t column
+    for i in range(count):
+        cells = table_of(&self.slab, rows[i])
+        for column in range(blocks_for(&self.slab, self.slab.lengths[rows[i]])):
+            self.blocks.ref[cells[column]] += 1
+
+
+cdef int64_t blocks_to_append_all(
+    BlockManager self, const int32_t *rows, const int32_t *counts, cnp.npy_intp count,
+    int32_t *copied,
+) noexcept nogil:
+    """Blocks that appending to every row takes, one after the other.
+
+    Of several rows that share a partial block and are its only holders, the last writes
+    in place; not so while a step is in flight, whose fence holds what the others drop.
+    Needs: distinct rows, room for ``count`` entries at ``copied``.
+    """
+    cdef bint is_dropped = self.steps_issued == self.steps_settled
+    cdef int64_t needed = 0
+    cdef int32_t length, column, block
+    cdef cnp.npy_intp i
+    for i in range(count):
+        length = self.slab.lengths[rows[i]]
+        column = full_blocks(&self.slab, length)
+        needed += blocks_for(&self.slab, length + (1 if counts == NULL else counts[i]))
+        needed -= blocks_for(&self.slab, length)
+        copied[i] = NO_BLOCK
+        if length > column * self.slab.block_size:
+            block = table_of(&self.slab, rows[i])[column]
+            if self.blocks.ref[block] > 1:
+                needed += 1
+                if is_dropped:
+                    self.blocks.ref[block] -= 1
+                    copied[i] = block
+    for i in range(count):
+        if copied[i] != NO_BLOCK:
+            self.blocks.ref[copied[i]] += 1
+    return needed
+
+
+cdef int32_t append_several(
+    BlockManager self, int32_t row, int32_t count, int64_t *slots, int32_t *pairs,
+    cnp.npy_intp *num_copies,
+) noexcept nogil:
+    """``count`` tokens for a row, or NO_BLOCK or NO_CELL and nothing changed.
+
+    Needs: count > 0, the new length fits int32, room for a pair, reserve_fence(1).
+    """
+    cdef int32_t length = self.slab.lengths[row]
+    cdef int32_t held = blocks_for(&self.slab, length)
+    cdef int32_t growth = blocks_for(&self.slab, length + count) - held
+    if growth + tail_is_shared(self, row) > available_blocks(self.blocks):
+        return NO_BLOCK
+    if held + growth > self.slab.num_columns:
+        return NO_CELL
+    if tail_is_shared(self, row):
+        pairs[2 * num_copies[0]] = own_tail(self, row, held - 1)
+        pairs[2 * num_copies[0] + 1] = table_of(&self.slab, row)[held - 1]
+        num_copies[0] += 1
+    elif length < held * <int64_t>self.slab.block_size:
+        open_tail(self, table_of(&self.slab, row)[held - 1])
+    take_into(self, row, held, growth)
+    self.slab.lengths[row] = length + count
+    write_slots(&self.slab, row, length, length + count, slots)
+    return 0
 
 
 cdef int32_t common_columns(
@@ -1154,7 +1260,9 @@ cdef class BlockManager:
             )
             return slots, None if source < 0 else (source, table_of(&self.slab, row)[held - 1])
 
-    def append_batch(self, cnp.ndarray rows not None, cnp.ndarray out not None, /):
+    def append_batch(
+        self, cnp.ndarray rows not None, cnp.ndarray out not None, cnp.ndarray counts=None, /
+    ):
         """One token for each row, in order: ``(served, copies)``. O(len(rows)).
 
         The decode step of an engine in one call. Stops at the first row that needs a
@@ -1169,6 +1277,9 @@ cdef class BlockManager:
             int64, contiguous, writable, at least n entries, not overlapping ``rows``:
             ``out[i]`` becomes the slot of ``rows[i]`` for ``i < served``; the rest is
             untouched.
+        counts : ndarray, optional
+            int32 ``(n,)``: how many tokens each row gets instead of one, all or none of
+            them; at least 1. The slots of a row then follow those of the rows before it.
 
         Returns
         -------
@@ -1189,6 +1300,8 @@ cdef class BlockManager:
         cdef int64_t *slots = int64_data(out)
         check_array(rows, "rows", sizeof(int32_t), writable=False)
         check_array(out, "out", sizeof(int64_t), writable=True)
+        if counts is not None:
+            return self.append_counts(rows, out, counts)
         count = cnp.PyArray_SIZE(rows)
         if cnp.PyArray_SIZE(out) < count:
             raise ValueError(f"out has {cnp.PyArray_SIZE(out)} entries for {count} rows")
@@ -1213,6 +1326,154 @@ cdef class BlockManager:
             self.counts[OUT_OF_BLOCKS] += stopped_by == NO_BLOCK
             self.counts[TOKENS_APPENDED] += served
             return served, self.copies(num_copies) if num_copies else None
+
+    cdef tuple append_counts(self, cnp.ndarray rows, cnp.ndarray out, cnp.ndarray counts):
+        """append_batch with a number of tokens for each row."""
+        cdef cnp.npy_intp count = cnp.PyArray_SIZE(rows)
+        cdef cnp.npy_intp served = 0, num_copies = 0
+        cdef const int32_t *row = int32_data(rows)
+        cdef const int32_t *number = int32_data(counts)
+        cdef int64_t *slots = int64_data(out)
+        cdef int64_t filled = 0
+        cdef int32_t stopped_by = 0
+        cdef int64_t total = check_counts(rows, counts)
+        if cnp.PyArray_SIZE(out) < total:
+            raise ValueError(f"out has {cnp.PyArray_SIZE(out)} entries for {total} tokens")
+        for array, start, stop in (
+            ("rows", <int64_t>row, <int64_t>(row + count)),
+            ("counts", <int64_t>number, <int64_t>(number + count)),
+        ):
+            if start < <int64_t>(slots + total) and <int64_t>slots < stop:
+                raise ValueError(f"out must not overlap {array} in memory")
+        with cython.critical_section(self.pool):
+            self.prepare_append_counts(row, number, count)
+            while served < count:
+                stopped_by = append_several(
+                    self, row[served], number[served], slots + filled,
+                    int32_data(self.pair_array), &num_copies,
+                )
+                if stopped_by == NO_CELL:
+                    try:
+                        self.grow(self.num_rows, self.slab.num_columns + 1)
+                    except MemoryError:
+                        break
+                    continue
+                if stopped_by == NO_BLOCK:
+                    break
+                filled += number[served]
+                served += 1
+            self.counts[OUT_OF_BLOCKS] += stopped_by == NO_BLOCK
+            self.counts[TOKENS_APPENDED] += filled
+            return served, self.copies(num_copies) if num_copies else None
+
+    cdef int prepare_append_counts(
+        self, const int32_t *rows, const int32_t *counts, cnp.npy_intp count
+    ) except -1:
+        """prepare_append_batch with a number of tokens for each row."""
+        cdef cnp.ndarray after = int64_zeros(self.num_rows)
+        cdef int64_t length, longest = 0
+        cdef cnp.npy_intp i
+        self.check_rows(rows, count, "rows")
+        for i in range(count):
+            int64_data(after)[rows[i]] += counts[i]
+            length = self.slab.lengths[rows[i]] + int64_data(after)[rows[i]]
+            longest = max(longest, length)
+        if longest > MAX_TOKENS:
+            raise ValueError(f"counts: a sequence cannot grow past {MAX_TOKENS} tokens")
+        self.grow(
+            self.num_rows,
+            min(blocks_for(&self.slab, <int32_t>longest), self.blocks.num_blocks),
+        )
+        if cnp.PyArray_DIM(self.pair_array, 0) < count:
+            self.pair_array = int32_table(count, 2)
+        return self.reserve_fence(count)
+
+    cdef int check_rows(self, const int32_t *rows, cnp.npy_intp count, str name) except -1:
+        cdef cnp.npy_intp i
+        for i in range(count):
+            if <uint32_t>rows[i] >= <uint32_t>self.num_rows or self.slab.lengths[rows[i]] < 0:
+                raise ValueError(
+                    f"{name}: entry {i} is {rows[i]}, which no live sequence has"
+                )
+        return 0
+
+    cdef int check_distinct(
+        self, const int32_t *rows, cnp.npy_intp count, cnp.ndarray seen, str name
+    ) except -1:
+        """Each of these rows stands here once, and was not noted in ``seen`` before."""
+        cdef cnp.npy_intp i
+        for i in range(count):
+            if int32_data(seen)[rows[i]]:
+                raise ValueError(f"{name}: row {rows[i]} is named twice")
+            int32_data(seen)[rows[i]] = 1
+        return 0
+
+    def plan_append(
+        self, cnp.ndarray rows not None, cnp.ndarray counts=None, cnp.ndarray without=None, /
+    ):
+        """The ``AppendPlan`` of the ``append_batch`` with these arguments. Changes nothing.
+
+        For deciding who yields before anybody does: as if the rows in ``without`` had
+        been freed first. O(len(rows) + blocks of ``without`` + blocks in the fence).
+
+        Parameters
+        ----------
+        rows, counts
+            As for ``append_batch``, but no row twice.
+        without : ndarray, optional
+            int32: other rows.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Not such arrays, a row that no live sequence has, or a row named twice.
+        """
+        cdef cnp.npy_intp count = cnp.PyArray_SIZE(rows)
+        cdef cnp.npy_intp num_without = 0
+        cdef const int32_t *row = int32_data(rows)
+        cdef const int32_t *number = NULL
+        cdef const int32_t *gone = NULL
+        cdef int64_t needed, available, coming = 0, i
+        cdef cnp.ndarray seen
+        check_array(rows, "rows", sizeof(int32_t), writable=False)
+        if counts is not None:
+            check_counts(rows, counts)
+            number = int32_data(counts)
+        if without is not None:
+            check_array(without, "without", sizeof(int32_t), writable=False)
+            gone = int32_data(without)
+            num_without = cnp.PyArray_SIZE(without)
+        with cython.critical_section(self.pool):
+            self.check_rows(row, count, "rows")
+            self.check_rows(gone, num_without, "without")
+            seen = int32_zeros(self.num_rows)
+            self.check_distinct(row, count, seen, "rows")
+            self.check_distinct(gone, num_without, seen, "without")
+            for i in range(count if number != NULL else 0):
+                if self.slab.lengths[row[i]] + <int64_t>number[i] > MAX_TOKENS:
+                    raise ValueError(f"counts: a sequence cannot grow past {MAX_TOKENS} tokens")
+            if cnp.PyArray_DIM(self.pair_array, 0) < count:
+                self.pair_array = int32_table(count, 2)
+            available = available_blocks(self.blocks)
+            if self.steps_issued == self.steps_settled:
+                available += let_go(self, gone, num_without)
+                needed = blocks_to_append_all(
+                    self, row, number, count, int32_data(self.pair_array)
+                )
+                hold_again(self, gone, num_without)
+            else:
+                # What is dropped goes to the fence: it is held, and shared, until then.
+                needed = blocks_to_append_all(
+                    self, row, number, count, int32_data(self.pair_array)
+                )
+                coming = let_go(self, gone, num_without)
+                for i in range(self.num_fenced):
+                    self.blocks.ref[self.fenced[i]] -= 1
+                    coming += self.blocks.ref[self.fenced[i]] == 0
+                for i in range(self.num_fenced):
+                    self.blocks.ref[self.fenced[i]] += 1
+                hold_again(self, gone, num_without)
+        return AppendPlan(needed, available, coming)
 
     cdef cnp.ndarray copies(self, cnp.npy_intp count):
         cdef cnp.npy_intp[2] shape
@@ -1305,6 +1566,192 @@ cdef class BlockManager:
                 )
             self.reserve_fence(blocks_for(&self.slab, self.slab.lengths[row]))
             shorten(self, row, <int32_t>length)
+
+    def truncate_batch(self, cnp.ndarray rows not None, cnp.ndarray lengths not None, /):
+        """``truncate`` each row to its length: all, or an error and none.
+
+        Parameters
+        ----------
+        rows, lengths : ndarray
+            int32 ``(n,)``, contiguous; no row twice.
+        """
+        cdef cnp.npy_intp count = cnp.PyArray_SIZE(rows), i
+        cdef const int32_t *row = int32_data(rows)
+        cdef const int32_t *length = int32_data(lengths)
+        cdef int64_t dropped = 0
+        check_array(rows, "rows", sizeof(int32_t), writable=False)
+        check_array(lengths, "lengths", sizeof(int32_t), writable=False)
+        if cnp.PyArray_SIZE(lengths) != count:
+            raise ValueError(f"lengths has {cnp.PyArray_SIZE(lengths)} entries for {count} rows")
+        with cython.critical_section(self.pool):
+            self.check_rows(row, count, "rows")
+            self.check_distinct(row, count, int32_zeros(self.num_rows), "rows")
+            for i in range(count):
+                if not 0 <= length[i] <= self.slab.lengths[row[i]]:
+                    raise ValueError(
+                        f"lengths: entry {i} is {length[i]}, but its row has "
+                        f"{self.slab.lengths[row[i]]} tokens"
+                    )
+                dropped += blocks_for(&self.slab, self.slab.lengths[row[i]])
+            self.reserve_fence(dropped)
+            for i in range(count):
+                shorten(self, row[i], length[i])
+
+    def exclusive_blocks(self, seq, /):
+        """The columns of a table whose blocks nobody else holds: int32, ascending. O(blocks).
+
+        What swapping the sequence out could free. ``KeyError`` if it is not live.
+        """
+        cdef int32_t row, column, count
+        cdef cnp.npy_intp found = 0
+        cdef cnp.ndarray columns
+        cdef int32_t *cells
+        with cython.critical_section(self.pool):
+            row = self.find(seq)
+            count = blocks_for(&self.slab, self.slab.lengths[row])
+            columns = int32_zeros(count)
+            cells = table_of(&self.slab, row)
+            for column in range(count):
+                if self.blocks.ref[cells[column]] == 1:
+                    int32_data(columns)[found] = column
+                    found += 1
+        return columns[:found]
+
+    def restore(self, seq, n_tokens, /, columns, blocks, *, tokens=None):
+        """New sequence that holds given blocks where they belong, and new ones elsewhere.
+
+        For one that comes back after ``free_seq``, when some of its blocks stayed and
+        the others' data are written anew. O(blocks).
+
+        Parameters
+        ----------
+        seq : hashable
+        n_tokens : int
+        columns : array_like of int
+            Ascending columns of the table.
+        blocks : array_like of int
+            Their blocks: in use, each gets a holder more.
+        tokens : Prompt, optional
+            Its known tokens, as ``prompt_of`` gave them before: they are known again, but
+            nothing is matched, and nothing published before ``commit`` says that it is
+            settled.
+
+        Returns
+        -------
+        ndarray
+            int32: the new blocks, in order of their columns.
+
+        Raises
+        ------
+        OutOfBlocks
+            The pool has fewer blocks available.
+        ValueError, TypeError
+            ``seq`` is live, or an argument is not what it should be.
+        """
+        cdef int64_t given_length = integer(n_tokens, "n_tokens", 0, MAX_TOKENS)
+        cdef int32_t length = <int32_t>given_length
+        cdef int32_t total = blocks_for(&self.slab, length)
+        cdef Prompt prompt = None
+        cdef cnp.ndarray kept_columns = np.ascontiguousarray(columns, np.int32)
+        cdef cnp.ndarray kept_blocks = np.ascontiguousarray(blocks, np.int32)
+        cdef const int32_t *column = int32_data(kept_columns)
+        cdef const int32_t *block = int32_data(kept_blocks)
+        cdef cnp.npy_intp count = cnp.PyArray_SIZE(kept_columns)
+        cdef cnp.npy_intp num_fresh = total - count
+        cdef cnp.npy_intp i
+        cdef int32_t row, start
+        cdef cnp.ndarray fresh
+        cdef int32_t *cells
+        if kept_columns.ndim != 1 or np.shape(kept_columns) != np.shape(kept_blocks):
+            raise ValueError(
+                f"columns and blocks must be as long as each other, got shapes "
+                f"{np.shape(kept_columns)} and {np.shape(kept_blocks)}"
+            )
+        for i in range(count):
+            if not (column[i - 1] + 1 if i else 0) <= column[i] < total:
+                raise ValueError(
+                    f"columns: entry {i} is {column[i]}, in a table of {total} blocks; they "
+                    "must ascend"
+                )
+        if tokens is not None and self.contents != NULL:
+            if not isinstance(tokens, Prompt):
+                raise TypeError(f"tokens must be a Prompt, got {tokens!r}")
+            prompt = self.as_prompt(tokens, None, ())
+            if prompt.num_tokens > length:
+                raise ValueError(
+                    f"n_tokens is {length}, but {prompt.num_tokens} tokens are given"
+                )
+        with cython.critical_section(self.pool):
+            row = self.bind(seq, "seq")
+            try:
+                for i in range(count):
+                    if not 0 <= block[i] < self.blocks.num_blocks or self.blocks.ref[block[i]] == 0:
+                        raise ValueError(f"blocks: entry {i} is {block[i]}, which nobody holds")
+                if num_fresh > available_blocks(self.blocks):
+                    self.out_of_blocks(num_fresh, available_blocks(self.blocks))
+                if prompt is not None:
+                    self.prefix.intern_keys(prompt)
+                self.grow(self.num_rows, total)
+                fresh = cnp.PyArray_EMPTY(1, &num_fresh, cnp.NPY_INT32, 0)
+            except BaseException:
+                self.unbind(seq)
+                raise
+            if prompt is not None:
+                self.roots[row] = prompt.namespace_number
+                hold_key(self.contents, prompt.namespace_number)
+            cells = table_of(&self.slab, row)
+            num_fresh = 0
+            start = 0
+            for i in range(count + 1):
+                total = column[i] if i < count else blocks_for(&self.slab, length)
+                take_into(self, row, start, total - start)
+                memcpy(
+                    int32_data(fresh) + num_fresh, cells + start,
+                    (total - start) * sizeof(int32_t),
+                )
+                num_fresh += total - start
+                if i < count:
+                    cells[total] = block[i]
+                    self.blocks.ref[block[i]] += 1
+                start = total + 1
+            self.slab.lengths[row] = length
+            if prompt is not None:
+                self.write_restored(row, prompt, column, count)
+            self.counts[SEQUENCES_ALLOCATED] += 1
+            return fresh
+
+    cdef void write_restored(
+        self, int32_t row, Prompt prompt, const int32_t *kept, cnp.npy_intp count
+    ) noexcept:
+        """Note the tokens of a row that came back, in its new blocks; the kept ones have them.
+
+        What it wrote before the index was reset, it may not publish now.
+        """
+        cdef int32_t *cells = table_of(&self.slab, row)
+        cdef int32_t size = self.slab.block_size
+        cdef int32_t column, held
+        cdef cnp.npy_intp i = 0
+        for column in range(blocks_for(&self.slab, prompt.num_tokens)):
+            if i < count and kept[i] == column:
+                i += 1
+                continue
+            held = min(size, prompt.num_tokens - column * size)
+            memcpy(
+                tokens_of(self.contents, cells[column]),
+                prompt.tokens + <int64_t>column * size, held * sizeof(int32_t),
+            )
+            record_of(self.contents, cells[column]).filled = held
+            if held == size:
+                record_of(self.contents, cells[column]).hash = prompt.hashes[column]
+        for i in range(prompt.num_keys):
+            column = prompt.key_columns[i]
+            if column < blocks_for(&self.slab, self.slab.lengths[row]):
+                set_key(self.contents, cells[column], prompt.key_numbers[i])
+        self.known_tokens[row] = prompt.num_tokens
+        self.cut_columns[row] = prompt.cut_column
+        self.published_blocks[row] = 0
+        if prompt.written_in != 1 + self.contents.era:
+            self.published_blocks[row] = CLOSED
 
     def fork(self, parent, child, /, n_tokens=None):
         """New sequence that shares the blocks of the parent's first ``n_tokens``.
@@ -1786,6 +2233,8 @@ cdef class BlockManager:
                         )
                     previous = prompt.hashes[column] = record_of(self.contents, block).hash
             prompt.cut_column = self.cut_columns[row]
+            if self.published_blocks[row] != CLOSED:
+                prompt.written_in = 1 + self.eras[row]
         prompt.set_keys(root, keys)
         return prompt
 
@@ -2285,6 +2734,23 @@ cdef object given(tokens):
     if tokens is None:
         raise TypeError("tokens must be a buffer or a sequence, got None")
     return tokens
+
+
+cdef int64_t check_counts(cnp.ndarray rows, cnp.ndarray counts) except -1:
+    """``counts`` beside ``rows``: positive numbers, as many; their sum."""
+    cdef const int32_t *number = int32_data(counts)
+    cdef int64_t total = 0
+    cdef cnp.npy_intp i
+    check_array(counts, "counts", sizeof(int32_t), writable=False)
+    if cnp.PyArray_SIZE(counts) != cnp.PyArray_SIZE(rows):
+        raise ValueError(
+            f"counts has {cnp.PyArray_SIZE(counts)} entries for {cnp.PyArray_SIZE(rows)} rows"
+        )
+    for i in range(cnp.PyArray_SIZE(counts)):
+        if number[i] < 1:
+            raise ValueError(f"counts: entry {i} must be at least 1, got {number[i]}")
+        total += number[i]
+    return total
 
 
 cdef int check_array(

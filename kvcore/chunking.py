@@ -8,19 +8,18 @@ __all__ = ["share_budget"]
 
 
 def share_budget(budget: int, remaining: Sequence[int]) -> list[int]:
-    """Tokens for each prompt, of which ``remaining`` are still to be computed.
+    """Tokens for each prompt, of which ``remaining`` are still to be computed, oldest first.
 
-    Everybody gets an equal share, and what one does not need goes to the others, so a
-    long prompt cannot keep the short ones waiting (max-min fairness). What does not
-    divide goes to the first. O(n log n).
+    The oldest gets an equal share at least, so it always gets on and nobody waits for
+    ever to be the oldest. The rest goes to the shortest first, so that a long prompt
+    does not keep short ones waiting. O(n log n).
     """
     shares = [0] * len(remaining)
-    order = sorted(range(len(remaining)), key=remaining.__getitem__)
-    for done, place in enumerate(order):
-        shares[place] = min(remaining[place], budget // (len(order) - done))
-        budget -= shares[place]
-    for place, need in enumerate(remaining):
-        more = min(budget, need - shares[place])
+    if remaining:
+        shares[0] = min(remaining[0], -(-budget // len(remaining)))
+        budget -= shares[0]
+    for place in sorted(range(len(remaining)), key=remaining.__getitem__):
+        more = min(budget, remaining[place] - shares[place])
         shares[place] += more
         budget -= more
     return shares

@@ -126,6 +126,7 @@ cdef class Prompt:
     cdef int64_t *uids
     cdef int32_t num_found
     cdef int32_t cut_column       # from here on nothing is matched or published
+    cdef int32_t written_in       # 1 + the era in which a row wrote it, or 0
     cdef bytes namespace_key
     cdef int32_t namespace_number
     # Keys of columns, ascending; and their numbers in the index, true from
