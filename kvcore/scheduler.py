@@ -894,6 +894,7 @@ class Scheduler:
         plan = self._plan(rows, counts)
         if plan[0] <= plan[1]:
             return seqs, rows, counts
+        seqs = seqs.copy()  # it may be the list of running sequences, which changes below
         for seq in [seq for seq in seqs if self._outgrew(seq)]:
             blocks = self.bm.length(seq) // self.bm.block_size + 1
             step.rejected[seq] = Verdict(Reason.OUTGREW_POOL, blocks, self.bm.num_blocks)
