@@ -16,7 +16,9 @@
 #   cut_columns
 #             from this column on it publishes nothing: an item of media may be cut there
 #
-# A row holds ceil(length / block_size) blocks, so their number is not stored.
+# A row holds ceil(length / block_size) cells, so their number is not stored. A cell is -1
+# where a window has given the block back; the last one of a row that a token can be
+# appended to never is.
 # A block stands in the same column of every table that has it, and two tables that
 # agree in one column agree in all columns before it: blocks are shared by fork, reorder
 # and prefix hits, which share everything from column 0 on, and a cell changes only while
@@ -60,6 +62,7 @@ cdef class BlockManager:
     cdef int32_t *mirrored
     cdef int64_t *counts
     cdef int32_t num_rows
+    cdef bint has_holes  # a window has given blocks back: some cells are -1
 
     cdef int64_t version  # of the assignment of rows
     cdef int32_t num_spare
@@ -99,6 +102,8 @@ cdef class BlockManager:
     cdef cnp.ndarray find_all(self, list seqs)
     cdef int32_t bind(self, seq, str name) except -1
     cdef int unbind(self, seq) except -1
+    cdef int check_cut(self, int32_t row, int32_t length, str name) except -1
+    cdef int check_no_hole(self, int32_t row, int32_t start, int32_t stop) except -1
     cdef int check_fork(self, int32_t source, int64_t length, parent) except -1
     cdef int grow(self, int64_t rows, int64_t columns) except -1
     cdef inline int prepare_append(self, int32_t row, int64_t n_tokens) except -1

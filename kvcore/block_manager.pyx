@@ -86,6 +86,7 @@ cdef enum:
 
 # What an append answers instead of a block.
 cdef enum:
+    HOLE = -1  # in a cell: a window has given the block back
     NO_BLOCK = -1
     NO_CELL = -2  # the slab has no column for it yet
 
@@ -163,6 +164,9 @@ cdef inline void drop(BlockManager self, const int32_t *cells, int32_t count) no
     to the fence, which then holds them. Needs: reserve_fence(count).
     """
     cdef int32_t i
+    if self.has_holes:
+        drop_around_holes(self, cells, count)
+        return
     if self.steps_issued == self.steps_settled:
         self.counts[BLOCKS_RELEASED] += release_blocks_reversed(self.blocks, cells, count)
         return
@@ -170,6 +174,41 @@ cdef inline void drop(BlockManager self, const int32_t *cells, int32_t count) no
         self.fenced[self.num_fenced] = cells[i]
         self.fenced_until[self.num_fenced] = self.steps_issued
         self.num_fenced += 1
+
+
+cdef void drop_around_holes(
+    BlockManager self, const int32_t *cells, int32_t count
+) noexcept nogil:
+    """``drop``, where a window may have given some of the blocks back already."""
+    cdef int32_t i
+    for i in range(count - 1, -1, -1):
+        if cells[i] == HOLE:
+            continue
+        if self.steps_issued == self.steps_settled:
+            self.counts[BLOCKS_RELEASED] += release_block(self.blocks, cells[i])
+            continue
+        self.fenced[self.num_fenced] = cells[i]
+        self.fenced_until[self.num_fenced] = self.steps_issued
+        self.num_fenced += 1
+
+
+cdef inline int32_t first_hole(
+    const slab_t *slab, int32_t row, int32_t start, int32_t stop
+) noexcept nogil:
+    """The first of these columns that a window has given back, or ``stop``."""
+    cdef int32_t column
+    for column in range(start, stop):
+        if table_of(slab, row)[column] == HOLE:
+            return column
+    return stop
+
+
+cdef int32_t num_holes(const slab_t *slab, int32_t row) noexcept nogil:
+    """Blocks of a row that a window has given back."""
+    cdef int32_t column, holes = 0
+    for column in range(blocks_for(slab, slab.lengths[row])):
+        holes += table_of(slab, row)[column] == HOLE
+    return holes
 
 
 cdef inline void copy_content(
@@ -353,6 +392,8 @@ cdef int64_t let_go(BlockManager self, const int32_t *rows, cnp.npy_intp count) 
     for i in range(count):
         cells = table_of(&self.slab, rows[i])
         for column in range(blocks_for(&self.slab, self.slab.lengths[rows[i]])):
+            if cells[column] == HOLE:
+                continue
             self.blocks.ref[cells[column]] -= 1
             nobodys += self.blocks.ref[cells[column]] == 0
     return nobodys
@@ -366,6 +407,8 @@ cdef void hold_again(BlockManager self, const int32_t *rows, cnp.npy_intp count)
     for i in range(count):
         cells = table_of(&self.slab, rows[i])
         for column in range(blocks_for(&self.slab, self.slab.lengths[rows[i]])):
+            if cells[column] == HOLE:
+                continue
             self.blocks.ref[cells[column]] += 1
 
 
@@ -644,7 +687,13 @@ cdef int32_t publish_settled(BlockManager self, int32_t row, int32_t n_settled) 
     if column == CLOSED or self.eras[row] != contents.era:
         return 0
     for column in range(column, stop):
-        if column + AHEAD < stop:
+        if self.has_holes and (
+            cells[column] == HOLE or (column > 0 and cells[column - 1] == HOLE)
+        ):
+            # Nothing says any more what it follows.
+            self.published_blocks[row] = CLOSED
+            break
+        if column + AHEAD < stop and cells[column + AHEAD] != HOLE:
             block = cells[column + AHEAD]
             prefetch(&contents.buckets[record_of(contents, block).hash & contents.bucket_mask])
             prefetch(&self.blocks.next[block])
@@ -1564,6 +1613,7 @@ cdef class BlockManager:
                 raise ValueError(
                     f"n_tokens is {length}, but {seq!r} has {self.slab.lengths[row]} tokens"
                 )
+            self.check_cut(row, <int32_t>length, "n_tokens")
             self.reserve_fence(blocks_for(&self.slab, self.slab.lengths[row]))
             shorten(self, row, <int32_t>length)
 
@@ -1592,10 +1642,82 @@ cdef class BlockManager:
                         f"lengths: entry {i} is {length[i]}, but its row has "
                         f"{self.slab.lengths[row[i]]} tokens"
                     )
+                self.check_cut(row[i], length[i], "lengths: one")
                 dropped += blocks_for(&self.slab, self.slab.lengths[row[i]])
             self.reserve_fence(dropped)
             for i in range(count):
                 shorten(self, row[i], length[i])
+
+    def release_outside_window(
+        self, cnp.ndarray rows not None, cnp.ndarray lengths not None, window, sinks=0, /
+    ):
+        """Give back the blocks that no later token of a row can attend to.
+
+        A token attends to itself, to the ``window - 1`` tokens before it, and to the
+        first ``sinks``. Their cells become -1; the lengths stay. O(len(rows) + blocks
+        given back).
+
+        Parameters
+        ----------
+        rows, lengths : ndarray
+            int32 ``(n,)``, contiguous: rows, and how many tokens of each are settled.
+            Blocks that a step in flight still writes are none of those.
+        window : int
+            At least 1.
+        sinks : int
+
+        Returns
+        -------
+        int
+            References given back.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Not such arrays, a row that no live sequence has, or more tokens than it has.
+        """
+        cdef cnp.npy_intp count = cnp.PyArray_SIZE(rows), i
+        cdef const int32_t *row = int32_data(rows)
+        cdef const int32_t *settled = int32_data(lengths)
+        cdef int64_t seen = integer(window, "window", 1, MAX_TOKENS)
+        cdef int32_t first = blocks_for(
+            &self.slab, <int32_t>integer(sinks, "sinks", 0, MAX_TOKENS)
+        )
+        cdef int64_t total = 0
+        cdef int32_t start, stop
+        cdef int32_t *cells
+        check_array(rows, "rows", sizeof(int32_t), writable=False)
+        check_array(lengths, "lengths", sizeof(int32_t), writable=False)
+        if cnp.PyArray_SIZE(lengths) != count:
+            raise ValueError(f"lengths has {cnp.PyArray_SIZE(lengths)} entries for {count} rows")
+        with cython.critical_section(self.pool):
+            self.check_rows(row, count, "rows")
+            for i in range(count):
+                if not 0 <= settled[i] <= self.slab.lengths[row[i]]:
+                    raise ValueError(
+                        f"lengths: entry {i} is {settled[i]}, but its row has "
+                        f"{self.slab.lengths[row[i]]} tokens"
+                    )
+                if self.steps_issued != self.steps_settled:
+                    total += full_blocks(&self.slab, settled[i])
+            self.reserve_fence(total)
+            total = 0
+            for i in range(count):
+                stop = full_blocks(&self.slab, <int32_t>max(settled[i] - seen + 1, 0))
+                cells = table_of(&self.slab, row[i])
+                start = stop
+                while start > first and cells[start - 1] != HOLE:
+                    start -= 1
+                if start >= stop:
+                    continue
+                drop(self, cells + start, stop - start)
+                total += stop - start
+                self.has_holes = True
+                self.mirrored[row[i]] = min(self.mirrored[row[i]], start)
+                while start < stop:
+                    cells[start] = HOLE
+                    start += 1
+            return total
 
     def exclusive_blocks(self, seq, /):
         """The columns of a table whose blocks nobody else holds: int32, ascending. O(blocks).
@@ -1612,7 +1734,7 @@ cdef class BlockManager:
             columns = int32_zeros(count)
             cells = table_of(&self.slab, row)
             for column in range(count):
-                if self.blocks.ref[cells[column]] == 1:
+                if cells[column] != HOLE and self.blocks.ref[cells[column]] == 1:
                     int32_data(columns)[found] = column
                     found += 1
         return columns[:found]
@@ -1630,7 +1752,8 @@ cdef class BlockManager:
         columns : array_like of int
             Ascending columns of the table.
         blocks : array_like of int
-            Their blocks: in use, each gets a holder more.
+            Their blocks: in use, each gets a holder more. -1 for one that a window has
+            given back.
         tokens : Prompt, optional
             Its known tokens, as ``prompt_of`` gave them before: they are known again, but
             nothing is matched, and nothing published before ``commit`` says that it is
@@ -1685,6 +1808,8 @@ cdef class BlockManager:
             row = self.bind(seq, "seq")
             try:
                 for i in range(count):
+                    if block[i] == HOLE and column[i] < full_blocks(&self.slab, length):
+                        continue
                     if not 0 <= block[i] < self.blocks.num_blocks or self.blocks.ref[block[i]] == 0:
                         raise ValueError(f"blocks: entry {i} is {block[i]}, which nobody holds")
                 if num_fresh > available_blocks(self.blocks):
@@ -1712,7 +1837,10 @@ cdef class BlockManager:
                 num_fresh += total - start
                 if i < count:
                     cells[total] = block[i]
-                    self.blocks.ref[block[i]] += 1
+                    if block[i] == HOLE:
+                        self.has_holes = True
+                    else:
+                        self.blocks.ref[block[i]] += 1
                 start = total + 1
             self.slab.lengths[row] = length
             if prompt is not None:
@@ -1745,7 +1873,7 @@ cdef class BlockManager:
                 record_of(self.contents, cells[column]).hash = prompt.hashes[column]
         for i in range(prompt.num_keys):
             column = prompt.key_columns[i]
-            if column < blocks_for(&self.slab, self.slab.lengths[row]):
+            if column < blocks_for(&self.slab, self.slab.lengths[row]) and cells[column] != HOLE:
                 set_key(self.contents, cells[column], prompt.key_numbers[i])
         self.known_tokens[row] = prompt.num_tokens
         self.cut_columns[row] = prompt.cut_column
@@ -1801,7 +1929,8 @@ cdef class BlockManager:
             cells = table_of(&self.slab, row)
             memcpy(cells, table_of(&self.slab, source), shared * sizeof(int32_t))
             for i in range(shared):
-                self.blocks.ref[cells[i]] += 1
+                if cells[i] != HOLE:
+                    self.blocks.ref[cells[i]] += 1
             self.slab.lengths[row] = <int32_t>length
             if self.contents != NULL:
                 self.inherit(row, source)
@@ -1824,11 +1953,34 @@ cdef class BlockManager:
         self.published_blocks[row] = self.published_blocks[source]
         self.cut_columns[row] = self.cut_columns[source]
 
+    cdef int check_cut(self, int32_t row, int32_t length, str name) except -1:
+        """A ValueError if the row cut to that length ended inside a hole."""
+        cdef int32_t column = full_blocks(&self.slab, length)
+        if length > column * self.slab.block_size and table_of(&self.slab, row)[column] == HOLE:
+            raise ValueError(
+                f"{name} is {length}: the window has given back the block of that token"
+            )
+        return 0
+
+    cdef int check_no_hole(self, int32_t row, int32_t start, int32_t stop) except -1:
+        """A ValueError if some of these tokens' blocks have been given back."""
+        cdef int32_t hole, last = blocks_for(&self.slab, stop)
+        if not self.has_holes or start >= stop:
+            return 0
+        hole = first_hole(&self.slab, row, full_blocks(&self.slab, start), last)
+        if hole < last:
+            raise ValueError(
+                f"the window has given back the block of token {hole * self.slab.block_size}"
+            )
+        return 0
+
     cdef int check_fork(self, int32_t source, int64_t length, parent) except -1:
         if length > self.slab.lengths[source]:
             raise ValueError(
                 f"n_tokens is {length}, but {parent!r} has {self.slab.lengths[source]} tokens"
             )
+        if length >= 0:
+            self.check_cut(source, <int32_t>length, "n_tokens")
         return 0
 
     def reorder(self, seqs, parents, /):
@@ -1912,7 +2064,8 @@ cdef class BlockManager:
             # Commit: retain everything before anything is dropped.
             tail = int32_data(tails)
             for i in range(total):
-                self.blocks.ref[tail[i]] += 1
+                if tail[i] != HOLE:
+                    self.blocks.ref[tail[i]] += 1
             if self.contents != NULL:
                 for i in range(count):
                     hold_key(self.contents, known[3 * count + i])
@@ -1993,6 +2146,7 @@ cdef class BlockManager:
                 raise ValueError(f"n_settled is {wanted}, but {settled} tokens are known")
             if wanted >= 0:
                 settled = <int32_t>wanted
+            self.check_no_hole(row, self.known_tokens[row], self.known_tokens[row] + count)
             self.check_tokens(row, self.known_tokens[row], int32_data(ids), count)
             if self.merge_duplicates:
                 self.reserve_fence(full_blocks(&self.slab, settled))
@@ -2050,6 +2204,10 @@ cdef class BlockManager:
                         raise ValueError(
                             f"rows: entry {i} is {row[i]}, all of whose "
                             f"{self.known_tokens[row[i]]} tokens are known"
+                        )
+                    if self.has_holes:
+                        self.check_no_hole(
+                            row[i], self.known_tokens[row[i]], self.known_tokens[row[i]] + 1
                         )
                     if not write_next(self, row[i], token[i]):
                         self.check_tokens(row[i], self.known_tokens[row[i]], token + i, 1)
@@ -2184,6 +2342,7 @@ cdef class BlockManager:
             row = self.find(seq)
             if self.contents != NULL:
                 count = self.known_tokens[row]
+                self.check_no_hole(row, 0, <int32_t>count)
             ids = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT32, 0)
             self.read_tokens(row, int32_data(ids), count)
             return ids
@@ -2215,6 +2374,7 @@ cdef class BlockManager:
             raise ValueError("prefix_caching is off: no tokens are known")
         with cython.critical_section(self.pool):
             row = self.find(seq)
+            self.check_no_hole(row, 0, self.known_tokens[row])
             prompt.index = self.prefix
             prompt.allocate(self.known_tokens[row])
             self.read_tokens(row, prompt.tokens, prompt.num_tokens)
@@ -2369,6 +2529,8 @@ cdef class BlockManager:
         ranges = <cnp.ndarray>found
         entry = <double *>cnp.PyArray_DATA(ranges)
         for column in range(start, stop):
+            if table_of(&self.slab, row)[column] == HOLE:
+                continue
             token = <double>column * self.slab.block_size
             for i in range(cnp.PyArray_DIM(ranges, 0)):
                 if entry[4 * i] <= token < entry[4 * i + 1]:
@@ -2497,6 +2659,7 @@ cdef class BlockManager:
                     f"start {first} and stop {last} must be in order within the "
                     f"{self.slab.lengths[row]} tokens of {seq!r}"
                 )
+            self.check_no_hole(row, <int32_t>first, <int32_t>last)
             count = last - first
             slots = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT64, 0)
             write_slots(&self.slab, row, <int32_t>first, <int32_t>last, int64_data(slots))
@@ -2606,6 +2769,8 @@ cdef class BlockManager:
                 if self.slab.lengths[row] > 0:
                     tokens += self.slab.lengths[row]
                     logical += blocks_for(&self.slab, self.slab.lengths[row])
+                    if self.has_holes:
+                        logical -= num_holes(&self.slab, row)
         return Gauges(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
@@ -2662,6 +2827,10 @@ cdef class BlockManager:
                 raise InvariantError("I2", None, f"row {row} mirrors cells it does not have")
             for column in range(blocks_for(&self.slab, length)):
                 block = table_of(&self.slab, row)[column]
+                if block == HOLE and self.has_holes and (
+                    (column + 1) * <int64_t>self.slab.block_size <= length
+                ):
+                    continue
                 if not 0 <= block < num_blocks:
                     raise InvariantError("I2", block, f"no block, in row {row} column {column}")
                 held[block] += 1
@@ -2692,6 +2861,8 @@ cdef class BlockManager:
             )
         for column in range(blocks_for(&self.slab, known)):
             block = cells[column]
+            if block == HOLE:
+                continue
             if record_of(contents, block).filled < min(
                 self.slab.block_size, known - column * self.slab.block_size
             ):
@@ -2700,6 +2871,8 @@ cdef class BlockManager:
             return 0
         for column in range(max(published, 0)):
             block = cells[column]
+            if block == HOLE or (column and cells[column - 1] == HOLE):
+                continue
             if record_of(contents, block).uid == 0:
                 if record_of(contents, block).parent != BARRED:
                     raise InvariantError("I6", block, f"was published by row {row} and is not now")

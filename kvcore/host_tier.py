@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvcore.running_rows import UNKNOWN_TOKEN
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -84,6 +86,8 @@ class HostTier:
         """The copies to the host are there: give back what they were made from."""
         away = self._away[seq]
         away.pending = pending
+        # Since then a window may have given some of them back.
+        away.kept_blocks = np.asarray(self.bm.tables[seq])[away.kept]
         self._pin(away)
         self.bm.free_seq(seq)
 
@@ -105,7 +109,9 @@ class HostTier:
         away = self._away[seq]
         fresh = self.bm.restore(seq, away.n_tokens, away.kept, away.kept_blocks, tokens=away.prompt)
         self._unpin(away)
-        return np.stack([self.host.tables[seq], fresh], axis=1), away.pending
+        # Only after tokens that are all known another one can be published.
+        pending = away.pending if self.bm.known(seq) == away.n_tokens else UNKNOWN_TOKEN
+        return np.stack([self.host.tables[seq], fresh], axis=1), pending
 
     def end_in(self, seq: Hashable) -> None:
         """The copies from the host are there: it needs its host blocks no more."""
