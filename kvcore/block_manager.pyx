@@ -1458,7 +1458,7 @@ cdef class BlockManager:
         return 0
 
     def plan_append(
-        self, cnp.ndarray rows not None, cnp.ndarray counts=None, cnp.ndarray without=None, /
+        self, cnp.ndarray rows not None, /, cnp.ndarray counts=None, cnp.ndarray without=None
     ):
         """The ``AppendPlan`` of the ``append_batch`` with these arguments. Changes nothing.
 
@@ -2229,6 +2229,99 @@ cdef class BlockManager:
                         )
             return published
 
+    def commit_pending(
+        self, cnp.ndarray rows not None, cnp.ndarray pending not None, sampled=None, /
+    ):
+        """Each row's pending token is written now, and the sampled one is pending instead.
+
+        ``commit_batch`` for an engine that samples a token in one step and writes it in
+        the next. A row whose pending token is -1 is passed over, and stays so: what is
+        written after a token that is not known cannot be published. O(len(rows)).
+
+        Parameters
+        ----------
+        rows : ndarray
+            int32 ``(n,)``, contiguous; no row twice.
+        pending : ndarray
+            int32, contiguous, writable, by row number: tokens from 0, or -1.
+        sampled : ndarray, optional
+            int32 ``(n,)``: the new ones; by default -1, not known.
+
+        Returns
+        -------
+        int
+            Blocks published now.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As ``commit_batch``, and nothing is pending instead of anything.
+        """
+        cdef const int32_t *row = int32_data(rows)
+        cdef int32_t *last = int32_data(pending)
+        cdef const int32_t *new = NULL
+        cdef int32_t published = 0, before
+        cdef cnp.npy_intp count = cnp.PyArray_SIZE(rows), i, j
+        check_array(rows, "rows", sizeof(int32_t), writable=False)
+        check_array(pending, "pending", sizeof(int32_t), writable=True)
+        if sampled is not None:
+            if not isinstance(sampled, np.ndarray):
+                raise TypeError(f"sampled must be an array of int32, got {sampled!r}")
+            check_array(sampled, "sampled", sizeof(int32_t), writable=False)
+            if cnp.PyArray_SIZE(sampled) != count:
+                raise ValueError(
+                    f"sampled has {cnp.PyArray_SIZE(sampled)} entries for {count} rows"
+                )
+            new = int32_data(sampled)
+            for i in range(count):
+                if new[i] < 0:
+                    raise ValueError(f"sampled: entry {i} must be at least 0, got {new[i]}")
+        if self.contents == NULL:
+            return 0
+        with cython.critical_section(self.pool):
+            self.check_rows(row, count, "rows")
+            i = 0
+            try:
+                for i in range(count):
+                    if row[i] >= cnp.PyArray_SIZE(pending):
+                        raise ValueError(
+                            f"pending has {cnp.PyArray_SIZE(pending)} entries, but there is a "
+                            f"row {row[i]}"
+                        )
+                    if last[row[i]] < 0:
+                        continue
+                    if self.known_tokens[row[i]] >= self.slab.lengths[row[i]]:
+                        raise ValueError(
+                            f"rows: entry {i} is {row[i]}, all of whose "
+                            f"{self.known_tokens[row[i]]} tokens are known"
+                        )
+                    if self.has_holes:
+                        self.check_no_hole(
+                            row[i], self.known_tokens[row[i]], self.known_tokens[row[i]] + 1
+                        )
+                    if not write_next(self, row[i], last[row[i]]):
+                        self.check_tokens(row[i], self.known_tokens[row[i]], last + row[i], 1)
+                        write_tokens(self, row[i], last + row[i], 1)
+                i = count
+                if self.merge_duplicates:
+                    self.reserve_fence(self.num_unpublished(row, count))
+            except BaseException:
+                for j in range(i):
+                    self.known_tokens[row[j]] -= last[row[j]] >= 0
+                raise
+            for i in range(count):
+                if last[row[i]] < 0:
+                    continue
+                last[row[i]] = -1 if new == NULL else new[i]
+                before = self.published_blocks[row[i]]
+                if before != CLOSED and full_blocks(&self.slab, self.known_tokens[row[i]]) > before:
+                    published += publish_settled(self, row[i], self.known_tokens[row[i]])
+                    if self.retention_by_row:
+                        self.retain_blocks(
+                            row[i], max(before, 0), self.published_blocks[row[i]]
+                        )
+            return published
+
     cdef int64_t num_unpublished(self, const int32_t *rows, cnp.npy_intp count) noexcept:
         """Full known blocks that the rows have not published, some counted more than once."""
         cdef int64_t total = 0
@@ -2637,6 +2730,22 @@ cdef class BlockManager:
         cdef list ids = items(seqs, "seqs")
         with cython.critical_section(self.pool):
             return self.find_all(ids)
+
+    def lengths_of(self, cnp.ndarray rows not None, /):
+        """The tokens of many rows, as a fresh int32 array: ``lengths[rows]``, only faster.
+
+        ``ValueError`` for a row that no live sequence has.
+        """
+        cdef cnp.npy_intp count = cnp.PyArray_SIZE(rows), i
+        cdef const int32_t *row = int32_data(rows)
+        cdef cnp.ndarray lengths
+        check_array(rows, "rows", sizeof(int32_t), writable=False)
+        with cython.critical_section(self.pool):
+            self.check_rows(row, count, "rows")
+            lengths = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT32, 0)
+            for i in range(count):
+                int32_data(lengths)[i] = self.slab.lengths[row[i]]
+            return lengths
 
     def slots(self, seq, /, start=0, stop=None):
         """Slots of the tokens ``start:stop`` (default: all), int64.

@@ -32,6 +32,7 @@ class Reason(Enum):
     STALLED = "it runs, and the block of its next token is not available yet"
     NEVER_FITS = "its prompt can never fit under the watermark"
     OUTGREW_POOL = "its next token does not fit into the whole pool"
+    BAD_REQUEST = "it lacks what the admission policy needs to know"
     BAD_LENGTH = "its number of tokens is no integer from 1 to 2**31 - 2"
 
 
@@ -87,6 +88,8 @@ class Request(_Pair):
         Its place in the order of arrival. Kept over preemptions.
     admitted : int
         Number of the step that admitted it last; -1 before.
+    queued : int
+        Number of the last step before it began to wait, for the first time or again.
     preemptions : int
         How often it has lost its blocks.
     waited : bool
@@ -104,6 +107,7 @@ class Request(_Pair):
     prompt_tokens: int
     arrival: int = -1
     admitted: int = -1
+    queued: int = -1
     preemptions: int = 0
     waited: bool = False
     members: list[Hashable]

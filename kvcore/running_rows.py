@@ -79,12 +79,14 @@ class RunningRows:
 
 
 class RowNotes:
-    """Two numbers for each running sequence, by its row, so that a step can gather them.
+    """A few numbers for each running sequence, by its row, so that a step can gather them.
 
     Attributes
     ----------
     limits : ndarray
         int32: tokens that it has slots for at its end.
+    prompts : ndarray
+        int32: tokens of its prompt.
     pending : ndarray
         int32: its last token, sampled and not yet written; -1 if that or a token before
         it is not known, so that nothing of what follows can be published.
@@ -92,14 +94,17 @@ class RowNotes:
 
     def __init__(self) -> None:
         self.limits = np.empty(0, np.int32)
+        self.prompts = np.empty(0, np.int32)
         self.pending = np.empty(0, np.int32)
 
-    def enter(self, row: int, limit: int, pending: int) -> None:
-        """Note both for the sequence that got this row. Amortised O(1)."""
+    def enter(self, row: int, limit: int, prompt: int, pending: int) -> None:
+        """Note them for the sequence that got this row. Amortised O(1)."""
         missing = row + 1 - len(self.limits)
         if missing > 0:
             more = np.zeros(max(missing, len(self.limits)), np.int32)
             self.limits = np.concatenate([self.limits, more])
+            self.prompts = np.concatenate([self.prompts, more])
             self.pending = np.concatenate([self.pending, more])
         self.limits[row] = limit
+        self.prompts[row] = prompt
         self.pending[row] = pending

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
-
-from kvcore.running_rows import UNLIMITED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -14,6 +12,7 @@ if TYPE_CHECKING:
 
     from kvcore.block_manager import BlockManager
     from kvcore.request import Request
+    from kvcore.running_rows import RowNotes
 
 __all__ = ["RunningView"]
 
@@ -35,8 +34,10 @@ class RunningView:
         int32: their rows in the block tables.
     window, sinks : int or None, int
         The scheduler's sliding window and the tokens kept before it.
-    chunk : int
-        Most prompt tokens that a step computes.
+    ahead : int
+        Tokens by which a decoding sequence may be ahead of what is settled.
+    forming : sequence of Request
+        Running requests whose siblings are still to come.
     """
 
     def __init__(
@@ -45,12 +46,13 @@ class RunningView:
         by_seq: Mapping[Hashable, Request],
         seqs: list[Hashable],
         rows: NDArray[np.int32],
-        limits_by_row: NDArray[np.int32],
+        notes: RowNotes,
         *,
         step: int,
         window: int | None = None,
         sinks: int = 0,
-        chunk: int = UNLIMITED,
+        ahead: int = 1,
+        forming: Sequence[Request] = (),
     ) -> None:
         self.bm = bm
         self.seqs = seqs
@@ -58,9 +60,10 @@ class RunningView:
         self.step = step
         self.window = window
         self.sinks = sinks
-        self.chunk = chunk
+        self.ahead = ahead
+        self.forming = forming
         self._by_seq = by_seq
-        self._limits_by_row = limits_by_row
+        self._notes = notes
 
     @property
     def block_size(self) -> int:
@@ -89,7 +92,12 @@ class RunningView:
     @cached_property
     def limits(self) -> NDArray[np.int32]:
         """int32: tokens that each will have slots for at its end; ``UNLIMITED`` if not known."""
-        return self._limits_by_row[self.rows]
+        return self._notes.limits[self.rows]
+
+    @cached_property
+    def prompt_tokens(self) -> NDArray[np.int32]:
+        """int32: tokens of the prompt that each started from."""
+        return self._notes.prompts[self.rows]
 
     def tokens(self, request: Request) -> int:
         """Tokens to compute again if the request were preempted, cached ones included."""

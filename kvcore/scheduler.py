@@ -207,7 +207,7 @@ class Scheduler:
         self.resources = list(resources)
         self.counters = SchedulerCounters()
 
-        self.waiting: deque[tuple[Hashable, int]] = WaitingQueue()
+        self.waiting = WaitingQueue()
         self.running: list[Hashable] = []
         self._rows = RunningRows(bm)
         self._notes = RowNotes()
@@ -334,6 +334,7 @@ class Scheduler:
             request.tenant = tenant
             request.siblings = tuple(siblings)
         self._check_request(request)
+        self.admission.reserve(request, self._nobody)
         verdict = self._never(request)
         if verdict is not None:
             raise RequestRefused(
@@ -378,8 +379,8 @@ class Scheduler:
             raise ValueError(f"child {child!r}: with a token_budget give the request siblings")
         self.bm.fork(parent, child, n_tokens)
         request = Request(child, self.bm.length(child))
-        request.arrival = self.waiting.arrivals  # type: ignore[attr-defined]
-        self.waiting.arrivals += 1  # type: ignore[attr-defined]
+        request.arrival = self.waiting.arrivals
+        self.waiting.arrivals += 1
         self._enter(child, request)
 
     def finish(self, seq: Hashable) -> bool:
@@ -390,6 +391,8 @@ class Scheduler:
         others along. Returns False when no such sequence is here, as for a result that
         comes late.
         """
+        if seq in self._by_seq and seq in self.bm:
+            self.admission.ended(self._by_seq[seq], self._generated(seq))
         ended = self._end(seq)
         self.counters.finished += ended
         return ended
@@ -411,7 +414,7 @@ class Scheduler:
             if item[0] == seq:
                 request = _request(item)
                 verdict = self._never(request) or self._not_now(request)
-                first = self.order.first(self.waiting, self._number + 1)  # type: ignore[arg-type]
+                first = self.order.first(self.waiting, self._number + 1)
                 if place != first:
                     ahead = max(place, 1) if first == 0 else self._ahead(place)
                     return verdict._replace(reason=Reason.BEHIND, ahead=ahead)
@@ -429,7 +432,7 @@ class Scheduler:
         asked = rest[place]
         ahead = 0
         while True:
-            first = self.order.first(rest, self._number + 1)  # type: ignore[arg-type]
+            first = self.order.first(rest, self._number + 1)
             if rest[first] is asked:
                 return ahead
             del rest[first]
@@ -456,7 +459,7 @@ class Scheduler:
             self._reconcile()
         step = Step()
         step.bm = self.bm
-        step.number = self._number = self._number + 1
+        step.number = self._number = self.waiting.step = self._number + 1
         if self.token_budget is None:
             if self.waiting:
                 self._push_out(step)
@@ -521,7 +524,7 @@ class Scheduler:
         for seq, row in zip(self.running, rows, strict=True):
             if seq not in self._entered:
                 self._entered[seq] = self._number + 1
-                self._notes.enter(row, UNLIMITED, UNKNOWN_TOKEN)
+                self._notes.enter(row, UNLIMITED, self.bm.length(seq), UNKNOWN_TOKEN)
         for seq in [seq for seq in self._entered if seq not in self._by_seq]:
             self._forget(seq)
         self._departures += 1
@@ -535,7 +538,7 @@ class Scheduler:
         budget -= sum(self._remaining(seq) for seq in self._prefilling)
         entered: _Entered = {}
         while self.waiting:
-            place = self.order.first(self.waiting, step.number)  # type: ignore[arg-type]
+            place = self.order.first(self.waiting, step.number)
             request = _request(self.waiting[place])
             verdict = self._never(request)
             if verdict is not None:
@@ -662,7 +665,11 @@ class Scheduler:
             if needed > num_blocks:
                 return Verdict(Reason.OUTGREW_POOL, needed, num_blocks)
             return None
-        reserve = self.admission.reserve(request, self._nobody)
+        try:
+            reserve = self.admission.reserve(request, self._nobody)
+        except ValueError:
+            # A pair put into the queue may lack what the policy needs; add() says what.
+            return Verdict(Reason.BAD_REQUEST, needed, num_blocks)
         if needed > num_blocks - reserve:
             return Verdict(Reason.NEVER_FITS, needed, num_blocks - reserve, reserve=reserve)
         if self.max_running is not None and request.width > self.max_running:
@@ -823,7 +830,7 @@ class Scheduler:
         step.extend(seqs)
         step.rows = rows
         step.slots = slots
-        step.lengths = self.bm.lengths[rows]
+        step.lengths = self.bm.lengths_of(rows)
         step.counts = counts
         if copies is not None:
             step.copies = copies
@@ -831,7 +838,8 @@ class Scheduler:
     def _counts(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
         """Tokens for each row: the next one and its drafts, but never past the limit."""
         left = self._notes.limits[rows] - self.bm.lengths[rows]
-        return np.clip(left, 1, 1 + self.draft_tokens).astype(np.int32)
+        counts: NDArray[np.int32] = np.clip(left, 1, 1 + self.draft_tokens).astype(np.int32)
+        return counts
 
     def _decode_around(
         self,
@@ -991,7 +999,7 @@ class Scheduler:
         This comes before anything is appended, so that nobody who yields has a part in
         the step. Room for the tokens of those who stay is part of what must suffice.
         """
-        place = self.order.first(self.waiting, step.number)  # type: ignore[arg-type]
+        place = self.order.first(self.waiting, step.number)
         request = _request(self.waiting[place])
         candidates = list(
             islice(self.victim.for_admission(request, self._view()), len(self.running))
@@ -1115,7 +1123,9 @@ class Scheduler:
         blocks = self._host.blocks_to_move(members)
         if blocks == 0 or blocks > self._host.host.num_available:
             return False
+        # What a group shares is computed once.
         n_tokens = sum(self.bm.length(seq) for seq in members)
+        n_tokens = min(n_tokens, blocks * self.bm.block_size)
         if self._swap is not None and not self._swap(SwapCandidate(request, n_tokens, blocks)):
             return False
         pairs = []
@@ -1159,8 +1169,7 @@ class Scheduler:
                 pair, pending = self._host.begin_in(seq)
                 pairs.append(pair)
                 position = self._run(seq)
-                limit = request.final_tokens
-                self._notes.enter(self.bm.row(seq), UNLIMITED if limit is None else limit, pending)
+                self._note(seq, request, pending)
                 self._idle.add(seq)
                 self._rows.entered(position, seq)
             step.swapped_in.extend(request.members)
@@ -1335,7 +1344,9 @@ class Scheduler:
     def _generated(self, seq: Hashable) -> int:
         if seq not in self.bm or seq in self._prefilling:
             return 0
-        return self.bm.length(seq) + 1 - self._by_seq[seq].prompt_tokens
+        # With engine steps the last token has been sampled, and is never written.
+        unwritten = self.token_budget is not None
+        return self.bm.length(seq) + unwritten - self._by_seq[seq].prompt_tokens
 
     def _accepted(self, step: Step, rejected: Any) -> NDArray[np.int64] | None:
         """Tokens that each decoded sequence has got; None if one each."""
@@ -1374,10 +1385,13 @@ class Scheduler:
             raise ValueError(
                 f"tokens must have {expected} entries for step {step.number}, got shape {ids.shape}"
             )
-        if expected and not 0 <= int(ids.min()) <= int(ids.max()) < 2**31:
+        if not self.bm.prefix_caching:
+            return None  # nothing is published
+        narrow = ids.dtype == np.int32
+        if expected and (ids.min() < 0 or (not narrow and ids.max() >= 2**31)):
             place = int(np.flatnonzero((ids < 0) | (ids >= 2**31))[0])
             raise ValueError(f"tokens: token {place} must be from 0 to 2**31 - 1, got {ids[place]}")
-        return ids.astype(np.int32, copy=False)
+        return np.ascontiguousarray(ids, np.int32)
 
     def _moves(
         self, parents: Mapping[Hashable, Hashable] | None
@@ -1435,22 +1449,10 @@ class Scheduler:
                 sampled = None
                 if ids is not None:
                     sampled = ids[: len(step)] if places is None else ids[places]
-                self._commit(rows, sampled)
+                self.bm.commit_pending(rows, self._notes.pending, sampled)
         if "completed" in step.__dict__:
             last = len(step) if accepted is None else int(accepted.sum())
             self._settle_completed(step, None if ids is None else ids[last:])
-
-    def _commit(self, rows: NDArray[np.int32], sampled: NDArray[np.int32] | None) -> None:
-        """The pending tokens of some rows are written, and others come in their place."""
-        written = self._notes.pending[rows]
-        if written.min() >= 0:
-            self.bm.commit_batch(rows, written)
-            self._notes.pending[rows] = UNKNOWN_TOKEN if sampled is None else sampled
-            return
-        known = np.flatnonzero(written >= 0)
-        if len(known):
-            self.bm.commit_batch(rows[known], written[known])
-            self._notes.pending[rows[known]] = UNKNOWN_TOKEN if sampled is None else sampled[known]
 
     def _settle_drafts(
         self,
@@ -1560,11 +1562,12 @@ class Scheduler:
             self._by_seq,
             seqs,
             rows,
-            self._notes.limits,
+            self._notes,
             step=self._number,
             window=self.window,
             sinks=self.sink_tokens,
-            chunk=UNLIMITED if self.token_budget is None else self.token_budget,
+            ahead=(self.in_flight + 1) * (1 + self.draft_tokens),
+            forming=[self._by_seq[seq] for seq in self._prefilling if self._by_seq[seq].siblings],
         )
 
     def _run(self, seq: Hashable) -> int:
@@ -1582,9 +1585,17 @@ class Scheduler:
         self._entered[seq] = max(self._number, 1)
         request.members.append(seq)
         self.running.append(seq)
-        limit = request.final_tokens if self.token_budget is not None else None
-        self._notes.enter(self.bm.row(seq), UNLIMITED if limit is None else limit, UNKNOWN_TOKEN)
+        self._note(seq, request, UNKNOWN_TOKEN)
         self._rows.entered(len(self.running) - 1, seq)
+
+    def _note(self, seq: Hashable, request: Request, pending: int) -> None:
+        limit = request.final_tokens
+        self._notes.enter(
+            self.bm.row(seq),
+            UNLIMITED if limit is None else limit,
+            request.prompt_tokens,
+            pending,
+        )
 
     def _end(self, seq: Hashable) -> bool:
         """End a sequence, wherever it is."""

@@ -15,9 +15,17 @@ class WaitingQueue(deque[tuple[Hashable, int]]):
 
     They become requests on the way in, and those that have no place yet in the order of
     arrival get the next one.
+
+    Attributes
+    ----------
+    arrivals : int
+        The next place in the order of arrival.
+    step : int
+        Number of the step that is planned, or was last.
     """
 
     arrivals: int = 0
+    step: int = 0
 
     def append(self, request: tuple[Hashable, int], /) -> None:
         """Put a request last."""
@@ -44,4 +52,6 @@ class WaitingQueue(deque[tuple[Hashable, int]]):
         if request.arrival < 0:
             request.arrival = self.arrivals
             self.arrivals += 1
+        if request.queued <= request.admitted:
+            request.queued = self.step
         return request
