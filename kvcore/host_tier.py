@@ -83,7 +83,7 @@ class HostTier:
         return np.stack([table[moved], self.host.tables[seq]], axis=1)
 
     def end_out(self, seq: Hashable, pending: int) -> None:
-        """The copies to the host are there: give back what they were made from."""
+        """Give back what was copied to the host: the copies are there."""
         away = self._away[seq]
         away.pending = pending
         # Since then a window may have given some of them back.
@@ -92,7 +92,7 @@ class HostTier:
         self.bm.free_seq(seq)
 
     def cancel_out(self, seq: Hashable) -> None:
-        """The copies to the host failed: the sequence is where it was."""
+        """Leave the sequence where it was: the copies to the host failed."""
         del self._away[seq]
         self.host.free_seq(seq)
 
@@ -114,14 +114,14 @@ class HostTier:
         return np.stack([self.host.tables[seq], fresh], axis=1), pending
 
     def end_in(self, seq: Hashable) -> None:
-        """The copies from the host are there: it needs its host blocks no more."""
+        """Give its host blocks back: the copies from there are done."""
         away = self._away.pop(seq)
         self.host.free_seq(seq)
         if away.prompt is not None:
             self.bm.commit(seq)  # settled again, so it may be found again
 
     def cancel_in(self, seq: Hashable) -> None:
-        """The copies from the host failed: the sequence is in host memory as before."""
+        """Leave the sequence in host memory as before: the copies from there failed."""
         self._pin(self._away[seq])
         self.bm.free_seq(seq)
 

@@ -138,6 +138,11 @@ class Request(_Pair):
         return 1 + len(self.siblings)
 
     @property
+    def ids(self) -> list[Hashable]:
+        """The ids of those sequences."""
+        return [self.seq, *self.siblings]
+
+    @property
     def final_tokens(self) -> int | None:
         """Tokens that each of its sequences has written at its end: all but the last."""
         if self.max_tokens is None:
@@ -168,3 +173,23 @@ class Resumed(Request):
     def width(self) -> int:
         """Sequences that it is going to run at once."""
         return 1 + len(self.siblings) + len(self.others)
+
+    @property
+    def ids(self) -> list[Hashable]:
+        """The ids of those sequences."""
+        return [self.seq, *self.siblings, *(other.seq for other in self.others)]
+
+    def without_first(self) -> Resumed:
+        """Return the same request after its first sequence has ended. Needs others."""
+        first, *others = self.others
+        rest = Resumed(first.seq, first.n_tokens, first.prompt)
+        rest.__dict__.update(
+            self.__dict__
+            | {
+                "prompt": first.prompt,
+                "others": tuple(others),
+                "pending": first.pending,
+                "lost": first.lost,
+            }
+        )
+        return rest

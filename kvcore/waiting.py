@@ -10,7 +10,7 @@ from kvcore.request import Request
 __all__ = ["WaitingQueue"]
 
 
-class WaitingQueue(deque[tuple[Hashable, int]]):
+class WaitingQueue(deque[Request]):
     """A deque of requests into which plain ``(seq, n_tokens)`` pairs may be put as well.
 
     They become requests on the way in, and those that have no place yet in the order of

@@ -1,0 +1,135 @@
+"""Whether a request may enter: never, not now, or at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvcore.admission import Watermark
+from kvcore.arguments import at_least
+from kvcore.request import Reason, Request, Resumed, Verdict
+from kvcore.running_rows import UNLIMITED
+
+if TYPE_CHECKING:
+    from kvcore.admission import Admission
+    from kvcore.block_manager import BlockManager
+    from kvcore.resources import Resource
+    from kvcore.roster import Roster
+    from kvcore.scheduler_options import SchedulerOptions
+
+__all__ = ["Gate"]
+
+MAX_TOKENS = 2**31 - 1
+"""A sequence cannot grow past this; lengths are int32."""
+
+
+class Gate:
+    """Answers whether a request may enter, with a reason and its numbers. Changes nothing."""
+
+    def __init__(
+        self,
+        bm: BlockManager,
+        roster: Roster,
+        options: SchedulerOptions,
+        admission: Admission,
+        resources: Sequence[Resource],
+    ) -> None:
+        self.bm = bm
+        self.roster = roster
+        self.options = options
+        self.admission = admission
+        self.resources = resources
+
+    def needed(self, request: Request) -> int:
+        """Blocks that a request holds once it has entered, those it can share included.
+
+        A preempted one returns only when its next token has room too: otherwise it
+        would yield again to the very shortage that it made way for. A group needs
+        a block more for every sibling, which writes its first token into its own.
+        """
+        size = self.bm.block_size
+        if not isinstance(request, Resumed):
+            return -(-request.n_tokens // size) + len(request.siblings)
+        needed = -(-(request.n_tokens + 1) // size) + len(request.siblings)
+        if request.others:
+            shared = self.shared_tokens(request) // size
+            needed += sum(-(-(other.n_tokens + 1) // size) - shared for other in request.others)
+        return needed
+
+    def never(self, request: Request) -> Verdict | None:
+        """Why the request can never run, if it cannot."""
+        num_blocks = self.bm.num_blocks
+        resumed = isinstance(request, Resumed)
+        try:
+            # A preempted fork of nothing may have no token yet.
+            n_tokens = at_least(request.n_tokens, 0 if resumed else 1, "n_tokens")
+        except (TypeError, ValueError):
+            return Verdict(Reason.BAD_LENGTH, 0, num_blocks)
+        if n_tokens >= MAX_TOKENS:
+            return Verdict(Reason.BAD_LENGTH, 0, num_blocks)
+        needed = self.needed(request)
+        if resumed:
+            if needed > num_blocks:
+                return Verdict(Reason.OUTGREW_POOL, needed, num_blocks)
+            return None
+        try:
+            reserve = self.admission.reserve(request, self.roster.nobody)
+        except ValueError:
+            # A pair put into the queue may lack what the policy needs; add() says what.
+            return Verdict(Reason.BAD_REQUEST, needed, num_blocks)
+        if needed > num_blocks - reserve:
+            return Verdict(Reason.NEVER_FITS, needed, num_blocks - reserve, reserve=reserve)
+        if self.options.max_running is not None and request.width > self.options.max_running:
+            return Verdict(Reason.MAX_RUNNING, request.width, self.options.max_running)
+        for resource in self.resources:
+            if resource.needed(request) > resource.total:
+                return Verdict(Reason.RESOURCE, resource.needed(request), resource.total)
+        return None
+
+    def not_now(self, request: Request, exact: bool = True, budget: int = UNLIMITED) -> Verdict:
+        """Whether the request could enter at once, were it the next.
+
+        What is cached can only help: unless ``exact`` numbers are asked for, nothing is
+        looked up for a request that would fit without it.
+        """
+        needed = self.needed(request)
+        available = self.bm.num_available
+        if isinstance(request, Resumed) and not self.roster.running:
+            reserve = 0
+        else:
+            reserve = self.admission.reserve(request, self.roster.view())
+        if request.prompt is not None and (exact or needed > available - reserve):
+            plan = self.bm.plan_allocate(request.n_tokens, tokens=request.prompt)
+            needed -= plan.cached_tokens // self.bm.block_size
+            available = plan.available
+        reason = Reason.FITS
+        lacking = None
+        if any(seq in self.bm or seq in self.roster.by_seq for seq in request.ids):
+            reason = Reason.LIVE_ID
+        elif (
+            self.options.max_running is not None
+            and self.roster.width() + request.width > self.options.max_running
+        ):
+            reason = Reason.MAX_RUNNING
+        elif self.roster.swapped:
+            reason = Reason.SWAPPED_BEFORE
+        elif budget <= 0 and len(self.roster.prefilling) >= self.options.max_partial_prefills:
+            reason = Reason.PARTIAL_PREFILLS
+        elif self.resources and (lacking := self._lacking(request)) is not None:
+            return Verdict(Reason.RESOURCE, lacking.needed(request), lacking.available)
+        elif needed > available:
+            reason = Reason.BLOCKS
+        elif needed > available - reserve:
+            keeps_watermark = isinstance(self.admission, Watermark)
+            reason = Reason.WATERMARK if keeps_watermark else Reason.RESERVE
+        return Verdict(reason, needed, available, reserve=reserve)
+
+    def shared_tokens(self, request: Resumed) -> int:
+        """Tokens that the sequences of a group share when it is recomputed: full blocks only."""
+        return request.prompt_tokens // self.bm.block_size * self.bm.block_size
+
+    def _lacking(self, request: Request) -> Resource | None:
+        for resource in self.resources:
+            if resource.needed(request) > resource.available:
+                return resource
+        return None

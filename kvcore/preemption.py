@@ -1,0 +1,280 @@
+"""Who yields when blocks run short, decided before anything is appended."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvcore.request import Member, Reason, Request, Resumed, Verdict
+from kvcore.running_rows import UNKNOWN_TOKEN
+from kvcore.step import NO_ROWS, Step
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvcore.admission import Admission
+    from kvcore.block_manager import BlockManager
+    from kvcore.gate import Gate
+    from kvcore.order import Order
+    from kvcore.roster import Roster
+    from kvcore.scheduler_options import SchedulerOptions
+    from kvcore.step import SchedulerCounters
+    from kvcore.swapping import Swapping
+    from kvcore.victim import Victim
+    from kvcore.waiting import WaitingQueue
+
+__all__ = ["Preemption"]
+
+
+class Preemption:
+    """Takes blocks back from running requests, for others that need them."""
+
+    def __init__(
+        self,
+        bm: BlockManager,
+        roster: Roster,
+        waiting: WaitingQueue,
+        options: SchedulerOptions,
+        gate: Gate,
+        swapping: Swapping,
+        order: Order,
+        victim: Victim,
+        admission: Admission,
+        counters: SchedulerCounters,
+    ) -> None:
+        self.bm = bm
+        self.roster = roster
+        self.waiting = waiting
+        self.options = options
+        self.gate = gate
+        self.swapping = swapping
+        self.order = order
+        self.victim = victim
+        self.admission = admission
+        self.counters = counters
+
+    def make_room(
+        self,
+        step: Step,
+        seqs: list[Hashable],
+        rows: NDArray[np.int32],
+        counts: NDArray[np.int32] | None,
+    ) -> tuple[list[Hashable], NDArray[np.int32], NDArray[np.int32] | None]:
+        """Decide, before anything is appended, who yields. Returns who is left to decode."""
+        plan = self._plan(rows, counts)
+        if plan[0] <= plan[1]:
+            return seqs, rows, counts
+        seqs = seqs.copy()  # it may be the list of running sequences, which changes below
+        for seq in [seq for seq in seqs if self._outgrew(seq)]:
+            blocks = self.bm.length(seq) // self.bm.block_size + 1
+            step.rejected[seq] = Verdict(Reason.OUTGREW_POOL, blocks, self.bm.num_blocks)
+            self.counters.rejected += 1
+            self._unschedule(step, [seq])
+            self.roster.leave(seq)
+        if counts is not None:
+            counts = np.ones_like(counts)
+        gone: set[Hashable] = set(step.rejected)
+        rows, counts = self._without(seqs, rows, counts, gone)
+        seqs = [seq for seq in seqs if seq not in gone]
+
+        leaving = self._leaving_rows()
+        victims: list[Request] = []
+        units = len(
+            {
+                id(self.roster.by_seq[seq])
+                for seq in self.roster.running
+                if seq not in self.roster.draining
+            }
+        )
+        needed, available, coming = self._plan(rows, counts, leaving)
+        if needed > available + coming:
+            for request in islice(self.victim.order(self.roster.view()), len(self.roster.running)):
+                if units - len(victims) <= 1:
+                    break
+                if not self._may_yield(request) or request in victims:
+                    continue
+                victims.append(request)
+                out = {seq for victim in victims for seq in victim.members}
+                lost = self.bm.rows([seq for victim in victims for seq in victim.members])
+                left, left_counts = self._without(seqs, rows, counts, out)
+                needed, available, coming = self._plan(
+                    left, left_counts, np.concatenate([leaving, lost])
+                )
+                if needed <= available + coming:
+                    break
+            if needed > available + coming:
+                victims = []  # it would not help
+        self._preempt_all(step, victims)
+        out = {seq for victim in victims for seq in victim.members} | set(step.preempted)
+        out |= set(step.swapped_out) | set(step.rejected)
+        rows, counts = self._without(seqs, rows, counts, out)
+        return [seq for seq in seqs if seq not in out], rows, counts
+
+    def push_out(self, step: Step) -> None:
+        """Let the next request take the place of running ones, if a policy says so.
+
+        This comes before anything is appended, so that nobody who yields has a part in
+        the step. Room for the tokens of those who stay is part of what must suffice.
+        """
+        place = self.order.first(self.waiting, step.number)
+        request = self.waiting[place]
+        candidates = list(
+            islice(self.victim.for_admission(request, self.roster.view()), len(self.roster.running))
+        )
+        if not candidates or self.roster.swapped or self.gate.never(request) is not None:
+            return
+        verdict = self.gate.not_now(request)
+        if verdict.reason not in (
+            Reason.BLOCKS,
+            Reason.WATERMARK,
+            Reason.RESERVE,
+            Reason.MAX_RUNNING,
+        ):
+            return
+        leaving = self._leaving_rows()
+        victims: list[Request] = []
+        for victim in [None, *candidates]:
+            if victim is not None:
+                if not self._may_yield(victim) or victim in victims:
+                    continue
+                victims.append(victim)
+            out = {seq for one in victims for seq in one.members}
+            stay = [seq for seq in self.roster.running if seq not in out]
+            rows = self.bm.rows([seq for seq in stay if seq not in self.roster.idle])
+            lost = self.bm.rows([seq for one in victims for seq in one.members])
+            needed, available, coming = self._plan(rows, None, np.concatenate([leaving, lost]))
+            reserve = self.admission.reserve(request, self.roster.view(stay))
+            has_place = (
+                self.options.max_running is None
+                or self.roster.width()
+                - sum(one.width + len(one.members) - 1 for one in victims)
+                + request.width
+                <= self.options.max_running
+            )
+            idle_hits = self.bm.num_available - verdict.available
+            if has_place and (verdict.needed + needed + reserve <= available + coming - idle_hits):
+                self._preempt_all(step, victims, for_request=request)
+                return
+
+    def _plan(
+        self,
+        rows: NDArray[np.int32],
+        counts: NDArray[np.int32] | None,
+        without: NDArray[np.int32] = NO_ROWS,
+    ) -> tuple[int, int, int]:
+        """Blocks needed, there at once, and coming, once those ``without`` have gone.
+
+        What those on their way out hold is coming whether or not a step is in flight.
+        """
+        plan = self.bm.plan_append(rows, counts, without)
+        return plan.needed, plan.available, plan.coming
+
+    def _without(
+        self,
+        seqs: list[Hashable],
+        rows: NDArray[np.int32],
+        counts: NDArray[np.int32] | None,
+        out: Collection[Hashable],
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32] | None]:
+        if not out:
+            return rows, counts
+        left = np.array([place for place, seq in enumerate(seqs) if seq not in out], np.intp)
+        return rows[left], None if counts is None else counts[left]
+
+    def _outgrew(self, seq: Hashable) -> bool:
+        """Whether the whole pool cannot hold the next token of a sequence."""
+        if self.bm.length(seq) < self.bm.num_blocks * self.bm.block_size:
+            return False
+        table = np.asarray(self.bm.tables[seq])
+        return int((table >= 0).sum()) >= self.bm.num_blocks
+
+    def _may_yield(self, request: Request) -> bool:
+        """Whether a request that a policy names runs, and is not about to end anyway."""
+        members = getattr(request, "members", ())
+        if not members or any(self.roster.by_seq.get(seq) is not request for seq in members):
+            return False
+        if request in self.roster.going_out or request in self.roster.swapped:
+            return False
+        return not all(seq in self.roster.draining for seq in members)
+
+    def _leaving_rows(self) -> NDArray[np.int32]:
+        """Rows of the sequences whose blocks are given back without anybody yielding."""
+        if not self.roster.draining and not self.roster.going_out:
+            return NO_ROWS
+        leaving = list(self.roster.draining)
+        leaving += [seq for request in self.roster.going_out for seq in request.members]
+        return self.bm.rows(leaving)
+
+    def _preempt_all(
+        self, step: Step, victims: list[Request], for_request: Request | None = None
+    ) -> None:
+        """Preempt several, so that they wait in the order in which they had been admitted."""
+        positions = {seq: place for place, seq in enumerate(self.roster.running)} if victims else {}
+        for request in sorted(
+            victims, key=lambda one: min(positions[seq] for seq in one.members), reverse=True
+        ):
+            self._preempt(step, request)
+
+    def _preempt(self, step: Step, request: Request) -> None:
+        """Take the blocks of a request back: to be computed again, or to host memory."""
+        request.preemptions += 1
+        if self.swapping.send_out(step, request):
+            return
+        members = list(request.members)
+        resumed = self._resumed(request)
+        self._unschedule(step, members)
+        for seq in members:
+            self.roster.leave(seq)
+        verdict = self.gate.never(resumed)
+        if verdict is not None:
+            step.rejected.update(dict.fromkeys(members, verdict))
+            self.counters.rejected += 1
+        else:
+            step.preempted.extend(members)
+            self.waiting.appendleft(resumed)
+            self.counters.preemptions_recompute += len(members)
+
+    def _unschedule(self, step: Step, seqs: list[Hashable]) -> None:
+        """With textbook steps, somebody may yield who was admitted in this very step."""
+        if "prefills" in step.__dict__:
+            step.prefills = [chunk for chunk in step.prefills if chunk[0] not in seqs]
+
+    def _resumed(self, request: Request) -> Resumed:
+        """Make the queue entry of a request that is about to lose its blocks."""
+        members = [self._member(seq) for seq in request.members]
+        first = members[0]
+        resumed = Resumed(first.seq, first.n_tokens, first.prompt)
+        attributes = request.__dict__ | {
+            "prompt": first.prompt,
+            "members": [],
+            "others": tuple(members[1:]),
+            "pending": first.pending,
+            "lost": first.lost,
+        }
+        if self.bm.prefix_caching:
+            attributes["retention"] = self.bm.retention(first.seq)
+        resumed.__dict__.update(attributes)
+        return resumed
+
+    def _member(self, seq: Hashable) -> Member:
+        """Keep of a sequence what is known without its blocks."""
+        length = self.bm.length(seq)
+        row = self.bm.row(seq)
+        prompt = None
+        if self.bm.prefix_caching and not self.roster.has_holes(seq):
+            prompt = self.bm.prompt_of(seq)
+        if self.options.token_budget is None:
+            return Member(seq, length, prompt, UNKNOWN_TOKEN, length)
+        if seq in self.roster.prefilling:
+            request = self.roster.by_seq[seq]
+            pending = request.pending if isinstance(request, Resumed) else UNKNOWN_TOKEN
+            return Member(seq, length, prompt, pending, self.roster.prefilling[seq])
+        outstanding = sum(
+            seq in step.sampled and self.roster.entered[seq] <= step.number
+            for step in self.roster.outstanding
+        )
+        known = length + 1 - outstanding
+        return Member(seq, known, prompt, int(self.roster.notes.pending[row]), min(length, known))
