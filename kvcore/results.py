@@ -65,7 +65,7 @@ class Results:
     def token_ids(
         self, step: Step, tokens: Any, accepted: NDArray[np.int64] | None
     ) -> NDArray[np.int32] | None:
-        """The sampled tokens, checked."""
+        """Check the sampled tokens; None if they are of no use."""
         if tokens is None:
             return None
         completed = len(step.sampled) - len(step) if "completed" in step.__dict__ else 0
@@ -86,15 +86,25 @@ class Results:
     def moves(
         self, parents: Mapping[Hashable, Hashable] | None
     ) -> tuple[list[Hashable], list[Hashable]] | None:
+        """Check the moves of a beam search: the beams, and those they go on from."""
         if not parents:
             return None
         if self.options.in_flight:
             raise ValueError("parents: beams cannot be moved while the next step is in flight")
         for seq, parent in parents.items():
             request = self.roster.by_seq.get(seq)
-            if request is None or self.roster.by_seq.get(parent) is not request:
+            is_beam = request is not None and self.roster.by_seq.get(parent) is request
+            if not (is_beam and seq in self.bm and parent in self.bm):
                 raise ValueError(f"parents: {parent!r} is no running beam beside {seq!r}")
         return list(parents), list(parents.values())
+
+    def move(self, beams: list[Hashable], parents: list[Hashable]) -> None:
+        """Let beams go on from others. What was sampled follows the tokens of those."""
+        self.bm.reorder(beams, parents)
+        if self.bm.prefix_caching:
+            for seq in beams:
+                if self.bm.known(seq) < self.bm.length(seq):
+                    self.roster.notes.pending[self.bm.row(seq)] = UNKNOWN_TOKEN
 
     def settle_prompts(self, step: Step) -> None:
         """Publish the blocks that the prefills of a step have filled."""
@@ -221,10 +231,12 @@ class Results:
             )
 
     def is_at_limit(self, seq: Hashable) -> bool:
+        """Whether all but the last token that the sequence may have are written."""
         final = self.roster.by_seq[seq].final_tokens
         return final is not None and self.bm.length(seq) >= final
 
     def generated(self, seq: Hashable) -> int:
+        """Count the tokens that a running sequence has generated."""
         if seq not in self.bm or seq in self.roster.prefilling:
             return 0
         # With engine steps the last token has been sampled, and is never written.

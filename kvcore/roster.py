@@ -155,7 +155,7 @@ class Roster:
         return self.entered.get(seq, NEVER) <= step.number
 
     def width(self) -> int:
-        """Running sequences, siblings to come and members on their way out included."""
+        """Count the running sequences, siblings to come included."""
         unborn = sum(len(self.by_seq[seq].siblings) for seq in self.prefilling)
         return len(self.running) + unborn
 
@@ -164,7 +164,7 @@ class Roster:
         return self.options.window is not None and bool((np.asarray(self.bm.tables[seq]) < 0).any())
 
     def view(self, seqs: list[Hashable] | None = None) -> RunningView:
-        """What a policy sees of these running sequences; by default of all."""
+        """Show a policy these running sequences; by default all of them."""
         if seqs is None:
             return self._view_of(self.running, self.rows.of(self.running))
         return self._view_of(seqs, self.bm.rows(seqs))

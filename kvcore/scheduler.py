@@ -395,7 +395,7 @@ class Scheduler:
         raise KeyError(f"no waiting request {seq!r}")
 
     def _ahead(self, place: int) -> int:
-        """Requests that the order takes before the one at ``place``. O(waiting^2)."""
+        """Count the requests that the order takes before the one at ``place``. O(waiting^2)."""
         rest = list(self.waiting)
         asked = rest[place]
         ahead = 0
@@ -464,7 +464,7 @@ class Scheduler:
         self._pass_over_empty_steps()
 
     def _pass_over_empty_steps(self) -> None:
-        """A step in which nothing runs has no results to wait for."""
+        """Wait for no results of a step in which nothing runs."""
         while self._roster.outstanding and self._roster.outstanding[0].is_empty:
             self._settle(self._roster.outstanding.popleft())
 
@@ -617,7 +617,7 @@ class Scheduler:
             self.counters.recomputed_tokens += max(min(stop, lost) - start, 0)
 
     def _complete(self, step: Step, seq: Hashable) -> None:
-        """The prompt is computed in this step: from the next one on the sequence decodes."""
+        """Note that this step computes the last of a prompt: then the sequence decodes."""
         del self._roster.prefilling[seq]
         self._roster.idle.discard(seq)
         request = self._roster.by_seq[seq]
@@ -792,7 +792,7 @@ class Scheduler:
             self._results.settle_prompts(step)
         self._results.settle_tokens(step, ids, accepted)
         if moves is not None:
-            self.bm.reorder(*moves)
+            self._results.move(*moves)
         if self.options.window is not None:
             self._results.slide(step)
         ended = [seq for seq in step.ending if self._roster.is_current(seq, step)]
@@ -825,7 +825,7 @@ class Scheduler:
         self._roster.steps_to_limit = min(others, default=UNLIMITED)
 
     def _ends(self, step: Step, seqs: list[Hashable]) -> None:
-        """These sample their last token in ``step``."""
+        """Note that these sample their last token in ``step``."""
         step.ending = [*step.ending, *seqs]
         if self.options.in_flight:
             self._roster.draining.update(seqs)
