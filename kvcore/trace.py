@@ -39,6 +39,9 @@ from kvcore.errors import KVCoreError
 
 __all__ = ["Trace", "TraceError", "read_trace"]
 
+COLUMNS = (
+    "prompt_tokens", "output_tokens", "arrivals", "samples", "hash_ids", "priorities", "tenants",
+)  # fmt: skip
 MOONCAKE_BLOCK_SIZE = 512
 # The manager keeps a sequence's length as int32.
 MAX_TOKENS = 2**31 - 1
@@ -100,6 +103,9 @@ class Trace:
         request may stand for a partial block.
     hash_block_size : int
         Tokens that one id stands for; 0 without ``hash_ids``.
+    priorities, tenants : ndarray, optional
+        int64: how important a request is, larger is more, and on whose account it runs.
+        No file format has them; see ``workload.with_classes``.
 
     Raises
     ------
@@ -114,11 +120,13 @@ class Trace:
     samples: NDArray[np.int64] | None = None
     hash_ids: tuple[NDArray[np.int64], ...] | None = None
     hash_block_size: int = 0
+    priorities: NDArray[np.int64] | None = None
+    tenants: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
         if not len(self):
             raise ValueError("prompt_tokens is empty, a trace has at least one request")
-        for name in ("output_tokens", "arrivals", "samples", "hash_ids"):
+        for name in COLUMNS[1:]:
             column = getattr(self, name)
             if column is not None and len(column) != len(self):
                 raise ValueError(f"{name} has {len(column)} entries, prompt_tokens has {len(self)}")
@@ -145,12 +153,11 @@ class Trace:
 
     def head(self, limit: int) -> Self:
         """Return the first ``limit`` requests, at least 1, or all if there are fewer."""
-        columns = ("prompt_tokens", "output_tokens", "arrivals", "samples", "hash_ids")
         return replace(
             self,
             **{
                 name: column[:limit]
-                for name in columns
+                for name in COLUMNS
                 if (column := getattr(self, name)) is not None
             },
         )

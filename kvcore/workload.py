@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvcore.trace import Trace
 
-__all__ = ["AZURE_RATE", "at_rate", "poisson_arrivals", "synthetic_trace"]
+__all__ = ["AZURE_RATE", "at_rate", "poisson_arrivals", "synthetic_trace", "with_classes"]
 
 AZURE_RATE = 5.53
 """Requests per second."""
@@ -122,6 +122,23 @@ def at_rate(trace: Trace, rate: float, *, seed: int = 0) -> Trace:
     if span == 0.0:
         raise ValueError(f"trace {trace.source!r} has no rate: all its requests arrive at once")
     return replace(trace, arrivals=trace.arrivals * ((len(trace) - 1) / rate / span))
+
+
+def with_classes(trace: Trace, *, seed: int = 0) -> Trace:
+    """``trace`` with priorities and tenants drawn for it, where it has none.
+
+    Priorities are 0, 1 or 2, each for a third of the requests. There are eight tenants,
+    and the k-th of them sends in proportion to 1 / k. Independent of all else.
+    """
+    random = np.random.default_rng(seed)
+    priorities = random.integers(0, 3, len(trace))
+    shares = 1.0 / np.arange(1, 9)
+    tenants = random.choice(8, len(trace), p=shares / shares.sum())
+    return replace(
+        trace,
+        priorities=priorities if trace.priorities is None else trace.priorities,
+        tenants=tenants if trace.tenants is None else trace.tenants,
+    )
 
 
 def _check_arguments(num_requests: int, rate: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,9 +23,12 @@ from real_traces import (
 )
 
 import kvcore.replay
+import kvcore.replay_run
 from kvcore import Counter, InvariantError, Reason, Scheduler, SegmentedLRU, Step
 from kvcore.replay import PrefixHits, ReplayResult, replay
+from kvcore.replay_run import ReplayRun
 from kvcore.trace import Trace
+from kvcore.waiting import WaitingQueue
 from kvcore.workload import at_rate, synthetic_trace
 
 
@@ -358,7 +360,7 @@ def test_few_bring_their_tokens_at_once_and_nothing_else_changes(
     many = run(load, 12)
     assert max(longest) == 20
     longest.clear()
-    monkeypatch.setattr(kvcore.replay, "MOST_QUEUED", 6)
+    monkeypatch.setattr(ReplayRun, "most_queued", 6)
     few = run(load, 12)
     assert max(longest) == 6
     assert few.series.waiting.max() == many.series.waiting.max() > 6
@@ -375,7 +377,7 @@ def test_tokens_may_be_drawn_for_any_number_of_requests_at_once(
     ids = [(1, 2, 3), (), (1, 2, 4), (1,), (2, 1), (1, 2, 3), (1, 2, 3)]
     lengths = [12, 5, 10, 3, 20, 9, 13]
     load = sharing(*[(i, *request, 2) for i, request in enumerate(zip(ids, lengths, strict=True))])
-    monkeypatch.setattr(kvcore.replay, "DRAWN_AT_ONCE", at_once)
+    monkeypatch.setattr(kvcore.replay_run, "DRAWN_AT_ONCE", at_once)
     result = run(load, 40)
     found = hits(result)
     # The third and the last two find two blocks, and the last one all three of its ids.
@@ -386,7 +388,7 @@ def test_tokens_may_be_drawn_for_any_number_of_requests_at_once(
 
 
 def test_refused_requests_do_not_stop_those_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvcore.replay, "MOST_QUEUED", 1)
+    monkeypatch.setattr(ReplayRun, "most_queued", 1)
     load = sharing(*[(0, range(10), 40, 1)] * 3, (0, (1,), 4, 1))
     result = run(load, 5)
     assert result.rejected == {Reason.NEVER_FITS: 3}
@@ -569,7 +571,7 @@ def test_the_series_shows_an_idle_pool_as_empty() -> None:
 def test_the_series_thins_out_instead_of_growing(monkeypatch: pytest.MonkeyPatch) -> None:
     load = trace(*[(0, 4, 200)] * 3)
     assert len(run(load, 1_000).series.seconds) > 150
-    monkeypatch.setattr(kvcore.replay, "MOST_POINTS", 50)
+    monkeypatch.setattr(kvcore.replay_run, "MOST_POINTS", 50)
     thin = run(load, 1_000).series
     assert 25 <= len(thin.seconds) <= 51
     assert thin.seconds[0] == 0.0
@@ -628,7 +630,7 @@ def test_a_corrupted_manager_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_scheduler_that_stands_still_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stuck(Scheduler):
         def step(self) -> Step:
-            waiting, self.waiting = self.waiting, deque()
+            waiting, self.waiting = self.waiting, WaitingQueue()
             step = super().step()
             self.waiting = waiting
             return step
