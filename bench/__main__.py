@@ -13,6 +13,7 @@ from typing import Any
 from bench import (
     allocate,
     append,
+    engine,
     evict,
     flat,
     footprint,
@@ -33,6 +34,7 @@ GROUPS: tuple[Group, ...] = (
     ("evictable blocks", evict.rows, report.ratio_head, report.ratio_line),
     ("prefix sharing", prefix.rows, report.ratio_head, report.ratio_line),
     ("scheduler", step.rows, report.ratio_head, report.ratio_line),
+    ("engine steps", engine.rows, report.ratio_head, report.ratio_line),
     ("growth", flat.rows, report.growth_head, report.growth_lines),
 )
 

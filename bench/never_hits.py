@@ -81,7 +81,7 @@ class Load:
             step = scheduler.step()
             if step.preempted:
                 raise AssertionError("the pool is too small for this load")
-            for seq, _ in step.prefills:
+            for seq, _, _ in step.prefills:
                 calendar[steps + self.outputs[seq] - 1].append(seq)
             if sharing:
                 # The token after a prompt is known once the prompt is computed: commits of

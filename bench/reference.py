@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 __all__ = [
     "PoolExhaustedError",
+    "ReferenceEngine",
     "ReferenceManager",
     "ReferencePool",
     "ReferencePrefixManager",
@@ -330,3 +331,112 @@ class ReferenceScheduler:
                 decoded.append(seq)
                 position += 1
         return decoded
+
+
+class ReferenceEngine:
+    """Steps of an engine: decodes, then prompts in chunks; the newest yields and is recomputed.
+
+    Without a prefix manager no token is kept.
+    """
+
+    def __init__(self, manager: ReferenceManager, token_budget: int) -> None:
+        self.manager = manager
+        self.token_budget = token_budget
+        self.waiting: deque[tuple[Hashable, list[int], int]] = deque()
+        self.running: list[Hashable] = []
+        self.computed: dict[Hashable, int] = {}
+        """Tokens computed of prompts under way."""
+        self.last: dict[Hashable, int] = {}
+        """The token sampled last, which no step has written yet."""
+        self.left: dict[Hashable, int] = {}
+        """Tokens that it may still sample."""
+        self.decoded: list[Hashable] = []
+        self.completed: list[Hashable] = []
+
+    def add(self, seq: Hashable, tokens: Iterable[int], max_tokens: int) -> None:
+        """Queue a request."""
+        self.waiting.append((seq, list(tokens), max_tokens))
+
+    def finish(self, seq: Hashable) -> None:
+        """End a running request."""
+        self.running.remove(seq)
+        self.manager.free_seq(seq)
+        self.computed.pop(seq, None)
+        self.last.pop(seq, None)
+        del self.left[seq]
+
+    def step(self) -> list[tuple[Hashable, int, int]]:
+        """Plan a step; returns the chunks of prompts. ``decoded`` and ``completed`` follow it."""
+        manager = self.manager
+        self.decoded = []
+        self.completed = []
+        waiting_before = len(self.waiting)
+        position = 0
+        while position < len(self.running):
+            seq = self.running[position]
+            if seq not in self.computed:
+                try:
+                    manager.append_slot(seq)
+                except PoolExhaustedError:
+                    self.preempt(self.running[-1])
+                    continue
+                self.decoded.append(seq)
+            position += 1
+        budget = self.token_budget - len(self.decoded)
+        if len(self.waiting) == waiting_before:
+            self.admit(budget)
+        chunks = []
+        for seq, start in list(self.computed.items()):
+            stop = min(manager.lens[seq], start + budget)
+            budget -= stop - start
+            chunks.append((seq, start, stop - start))
+            self.computed[seq] = stop
+            if stop == manager.lens[seq]:
+                del self.computed[seq]
+                self.completed.append(seq)
+        return chunks
+
+    def preempt(self, seq: Hashable) -> None:
+        """Take the blocks of a request back; it goes on from its tokens later."""
+        tokens = [0] * self.manager.lens[seq]
+        if isinstance(self.manager, ReferencePrefixManager):
+            tokens = [*self.manager.known[seq], self.last[seq]]
+        self.waiting.appendleft((seq, tokens, self.left[seq]))
+        self.finish(seq)
+
+    def admit(self, budget: int) -> None:
+        """Let requests enter while they fit."""
+        manager = self.manager
+        while self.waiting and budget > 0:
+            seq, tokens, max_tokens = self.waiting[0]
+            cached = 0
+            try:
+                if isinstance(manager, ReferencePrefixManager):
+                    cached = manager.allocate_prompt(seq, tokens)
+                else:
+                    manager.allocate(seq, len(tokens))
+            except PoolExhaustedError:
+                return
+            self.waiting.popleft()
+            self.running.append(seq)
+            self.computed[seq] = cached
+            self.left[seq] = max_tokens
+            budget -= len(tokens) - cached
+
+    def update(self, tokens: Iterable[int]) -> list[Hashable]:
+        """Take the sampled tokens of ``decoded`` and ``completed``; returns who has ended."""
+        manager = self.manager
+        sampled = iter(tokens)
+        ended = []
+        for seqs in (self.decoded, self.completed):
+            for seq in seqs:
+                token = next(sampled)
+                if isinstance(manager, ReferencePrefixManager):
+                    manager.commit(seq, (self.last[seq],) if seqs is self.decoded else ())
+                self.last[seq] = token
+                self.left[seq] -= 1
+                if self.left[seq] == 0:
+                    ended.append(seq)
+        for seq in ended:
+            self.finish(seq)
+        return ended
