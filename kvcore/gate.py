@@ -51,9 +51,9 @@ class Gate:
         if not isinstance(request, Resumed):
             return -(-request.n_tokens // size) + len(request.siblings)
         needed = -(-(request.n_tokens + 1) // size) + len(request.siblings)
-        if request.others:
-            shared = self.shared_tokens(request) // size
-            needed += sum(-(-(other.n_tokens + 1) // size) - shared for other in request.others)
+        for other in request.others:
+            shared = request.shared_tokens(other, size) // size
+            needed += -(-(other.n_tokens + 1) // size) - shared
         return needed
 
     def never(self, request: Request) -> Verdict | None:
@@ -111,7 +111,7 @@ class Gate:
             and self.roster.width() + request.width > self.options.max_running
         ):
             reason = Reason.MAX_RUNNING
-        elif self.roster.swapped:
+        elif self.roster.swapped or self.roster.going_out:
             reason = Reason.SWAPPED_BEFORE
         elif budget <= 0 and len(self.roster.prefilling) >= self.options.max_partial_prefills:
             reason = Reason.PARTIAL_PREFILLS
@@ -123,10 +123,6 @@ class Gate:
             keeps_watermark = isinstance(self.admission, Watermark)
             reason = Reason.WATERMARK if keeps_watermark else Reason.RESERVE
         return Verdict(reason, needed, available, reserve=reserve)
-
-    def shared_tokens(self, request: Resumed) -> int:
-        """Tokens that the sequences of a group share when it is recomputed: full blocks only."""
-        return request.prompt_tokens // self.bm.block_size * self.bm.block_size
 
     def _lacking(self, request: Request) -> Resource | None:
         for resource in self.resources:

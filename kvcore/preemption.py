@@ -107,7 +107,8 @@ class Preemption:
                     break
             if needed > available + coming:
                 victims = []  # it would not help
-        self._preempt_all(step, victims)
+        step.is_short = bool(victims)
+        self._preempt_all(step, victims, may_swap=True)
         out = {seq for victim in victims for seq in victim.members} | set(step.preempted)
         out |= set(step.swapped_out) | set(step.rejected)
         rows, counts = self._without(seqs, rows, counts, out)
@@ -156,7 +157,8 @@ class Preemption:
             )
             idle_hits = self.bm.num_available - verdict.available
             if has_place and (verdict.needed + needed + reserve <= available + coming - idle_hits):
-                self._preempt_all(step, victims, for_request=request)
+                # Not to host memory: from there they would come back before the request.
+                self._preempt_all(step, victims, may_swap=False)
                 return
 
     def _plan(
@@ -208,21 +210,18 @@ class Preemption:
         leaving += [seq for request in self.roster.going_out for seq in request.members]
         return self.bm.rows(leaving)
 
-    def _preempt_all(
-        self, step: Step, victims: list[Request], for_request: Request | None = None
-    ) -> None:
+    def _preempt_all(self, step: Step, victims: list[Request], may_swap: bool) -> None:
         """Preempt several, so that they wait in the order in which they had been admitted."""
         positions = {seq: place for place, seq in enumerate(self.roster.running)} if victims else {}
         for request in sorted(
             victims, key=lambda one: min(positions[seq] for seq in one.members), reverse=True
         ):
-            self._preempt(step, request)
+            request.preemptions += 1
+            if not (may_swap and self.swapping.send_out(step, request)):
+                self._preempt(step, request)
 
     def _preempt(self, step: Step, request: Request) -> None:
-        """Take the blocks of a request back: to be computed again, or to host memory."""
-        request.preemptions += 1
-        if self.swapping.send_out(step, request):
-            return
+        """Take the blocks of a request back, to be computed again."""
         members = list(request.members)
         resumed = self._resumed(request)
         self._unschedule(step, members)

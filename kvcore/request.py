@@ -179,6 +179,13 @@ class Resumed(Request):
         """The ids of those sequences."""
         return [self.seq, *self.siblings, *(other.seq for other in self.others)]
 
+    def shared_tokens(self, other: Member, block_size: int) -> int:
+        """Tokens of ``other`` that are not computed again, but by the first sequence.
+
+        Those of the prompt, in full blocks, and never its last: from that it samples.
+        """
+        return min(self.prompt_tokens, other.n_tokens - 1) // block_size * block_size
+
     def without_first(self) -> Resumed:
         """Return the same request after its first sequence has ended. Needs others."""
         first, *others = self.others

@@ -217,7 +217,8 @@ class Results:
         for place, seq in enumerate(step):
             if self.roster.is_current(seq, step) and seq in self.bm:
                 rows.append(step.rows[place])
-                lengths.append(step.lengths[place])
+                # A beam may have gone on from a shorter one.
+                lengths.append(min(step.lengths[place], self.bm.length(seq)))
         for seq, start, count in step.prefills:
             if self.roster.is_current(seq, step) and seq in self.bm:
                 rows.append(self.bm.row(seq))

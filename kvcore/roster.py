@@ -155,9 +155,10 @@ class Roster:
         return self.entered.get(seq, NEVER) <= step.number
 
     def width(self) -> int:
-        """Count the running sequences, siblings to come included."""
+        """Count the running sequences, with siblings to come and those that may yet stay."""
         unborn = sum(len(self.by_seq[seq].siblings) for seq in self.prefilling)
-        return len(self.running) + unborn
+        out = sum(len(request.members) for request in self.going_out)
+        return len(self.running) + unborn + out
 
     def has_holes(self, seq: Hashable) -> bool:
         """Whether a window has given blocks of the sequence back."""

@@ -478,13 +478,15 @@ class Scheduler:
 
     def _admit(self, step: Step, budget: int) -> None:
         """Let requests enter while they fit, and while ``budget`` has tokens for them."""
-        if self._roster.swapped or step.preempted or step.swapped_out:
+        if step.is_short or self._roster.swapped or self._roster.going_out:
             return
         budget -= sum(self._remaining(seq) for seq in self._roster.prefilling)
         entered: _Entered = {}
         while self.waiting:
             place = self.order.first(self.waiting, step.number)
             request = self.waiting[place]
+            if request.queued == step.number and self.running:
+                return  # it has only just made way for somebody
             verdict = self._gate.never(request)
             if verdict is not None:
                 self._reject(step, place, verdict)
@@ -541,11 +543,10 @@ class Scheduler:
         self._roster.enter(seq, request)
         self._roster.start(seq, cached)
         if isinstance(request, Resumed):
-            shared = self._gate.shared_tokens(request)
             for other in request.others:
+                shared = request.shared_tokens(other, self.bm.block_size)
                 self.bm.fork(seq, other.seq, shared)
-                if other.n_tokens > shared:
-                    self.bm.append_slots(other.seq, other.n_tokens - shared)
+                self.bm.append_slots(other.seq, other.n_tokens - shared)
                 self._roster.enter(other.seq, request)
                 self._roster.start(other.seq, shared)
         return cached

@@ -187,6 +187,7 @@ class Step(list[Hashable]):
     fence: int = 0
     host_fence: int = 0
     is_updated: bool = False
+    is_short: bool = False
     departures: int = 0
     ending: tuple[Hashable, ...] | list[Hashable] = ()
     going_out: tuple[Request, ...] | list[Request] = ()
