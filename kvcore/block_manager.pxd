@@ -117,6 +117,9 @@ cdef class BlockManager:
     cdef int check_distinct(
         self, const int32_t *rows, cnp.npy_intp count, cnp.ndarray seen, str name
     ) except -1
+    cdef int check_kept(
+        self, Prompt prompt, const int32_t *columns, const int32_t *blocks, cnp.npy_intp count
+    ) except -1
     cdef void write_restored(
         self, int32_t row, Prompt prompt, const int32_t *kept, cnp.npy_intp count
     ) noexcept

@@ -1790,6 +1790,9 @@ cdef class BlockManager:
                 f"columns and blocks must be as long as each other, got shapes "
                 f"{np.shape(kept_columns)} and {np.shape(kept_blocks)}"
             )
+        held = kept_blocks[kept_blocks != HOLE]
+        if len(np.unique(held)) != len(held):
+            raise ValueError(f"blocks must be distinct, got {kept_blocks.tolist()}")
         for i in range(count):
             if not (column[i - 1] + 1 if i else 0) <= column[i] < total:
                 raise ValueError(
@@ -1816,6 +1819,7 @@ cdef class BlockManager:
                     self.out_of_blocks(num_fresh, available_blocks(self.blocks))
                 if prompt is not None:
                     self.prefix.intern_keys(prompt)
+                    self.check_kept(prompt, column, block, count)
                 self.grow(self.num_rows, total)
                 fresh = cnp.PyArray_EMPTY(1, &num_fresh, cnp.NPY_INT32, 0)
             except BaseException:
@@ -1847,6 +1851,31 @@ cdef class BlockManager:
                 self.write_restored(row, prompt, column, count)
             self.counts[SEQUENCES_ALLOCATED] += 1
             return fresh
+
+    cdef int check_kept(
+        self, Prompt prompt, const int32_t *columns, const int32_t *blocks, cnp.npy_intp count
+    ) except -1:
+        """A ValueError unless these blocks hold what the prompt has in their columns."""
+        cdef int32_t size = self.slab.block_size
+        cdef int32_t key, held
+        cdef cnp.npy_intp i, j = 0
+        for i in range(count):
+            if blocks[i] == HOLE or columns[i] >= blocks_for(&self.slab, prompt.num_tokens):
+                continue
+            key = prompt.namespace_number if columns[i] == 0 else 0
+            while j < prompt.num_keys and prompt.key_columns[j] < columns[i]:
+                j += 1
+            if j < prompt.num_keys and prompt.key_columns[j] == columns[i]:
+                key = prompt.key_numbers[j]
+            held = min(size, prompt.num_tokens - columns[i] * size)
+            if record_of(self.contents, blocks[i]).key != key or not holds(
+                self.contents, blocks[i], 0, prompt.tokens + <int64_t>columns[i] * size, held
+            ):
+                raise ValueError(
+                    f"blocks: entry {i} is {blocks[i]}, which does not hold the tokens of "
+                    f"column {columns[i]}"
+                )
+        return 0
 
     cdef void write_restored(
         self, int32_t row, Prompt prompt, const int32_t *kept, cnp.npy_intp count
@@ -2008,6 +2037,7 @@ cdef class BlockManager:
         cdef cnp.npy_intp count = len(children)
         cdef cnp.npy_intp i, total = 0, dropped = 0
         cdef cnp.ndarray found, plan, tails
+        cdef bint from_front
         cdef int32_t *row
         cdef int32_t *source
         cdef int32_t *first
@@ -2036,10 +2066,12 @@ cdef class BlockManager:
                 length[i] = self.slab.lengths[source[i]]
                 held = blocks_for(&self.slab, self.slab.lengths[row[i]])
                 column = min(held, blocks_for(&self.slab, length[i]))
-                if self.contents != NULL:
+                # Blocks agree from the front on; two holes that agree say nothing of that.
+                from_front = self.contents != NULL or self.has_holes
+                if from_front:
                     column = common_columns(&self.slab, row[i], source[i], column)
                 while (
-                    self.contents == NULL
+                    not from_front
                     and column > 0
                     and table_of(&self.slab, row[i])[column - 1]
                     != table_of(&self.slab, source[i])[column - 1]

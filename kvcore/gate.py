@@ -40,22 +40,6 @@ class Gate:
         self.admission = admission
         self.resources = resources
 
-    def needed(self, request: Request) -> int:
-        """Blocks that a request holds once it has entered, those it can share included.
-
-        A preempted one returns only when its next token has room too: otherwise it
-        would yield again to the very shortage that it made way for. A group needs
-        a block more for every sibling, which writes its first token into its own.
-        """
-        size = self.bm.block_size
-        if not isinstance(request, Resumed):
-            return -(-request.n_tokens // size) + len(request.siblings)
-        needed = -(-(request.n_tokens + 1) // size) + len(request.siblings)
-        for other in request.others:
-            shared = request.shared_tokens(other, size) // size
-            needed += -(-(other.n_tokens + 1) // size) - shared
-        return needed
-
     def never(self, request: Request) -> Verdict | None:
         """Why the request can never run, if it cannot."""
         num_blocks = self.bm.num_blocks
@@ -67,7 +51,7 @@ class Gate:
             return Verdict(Reason.BAD_LENGTH, 0, num_blocks)
         if n_tokens >= MAX_TOKENS:
             return Verdict(Reason.BAD_LENGTH, 0, num_blocks)
-        needed = self.needed(request)
+        needed = request.blocks_to_enter(self.bm.block_size)
         if resumed:
             if needed > num_blocks:
                 return Verdict(Reason.OUTGREW_POOL, needed, num_blocks)
@@ -92,7 +76,7 @@ class Gate:
         What is cached can only help: unless ``exact`` numbers are asked for, nothing is
         looked up for a request that would fit without it.
         """
-        needed = self.needed(request)
+        needed = request.blocks_to_enter(self.bm.block_size)
         available = self.bm.num_available
         if isinstance(request, Resumed) and not self.roster.running:
             reserve = 0
@@ -104,7 +88,7 @@ class Gate:
             available = plan.available
         reason = Reason.FITS
         lacking = None
-        if any(seq in self.bm or seq in self.roster.by_seq for seq in request.ids):
+        if any(self.roster.is_live(seq) for seq in request.ids):
             reason = Reason.LIVE_ID
         elif (
             self.options.max_running is not None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcore.running_rows import UNKNOWN_TOKEN
+from kvcore.request import UNKNOWN_TOKEN
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcore.request import Member, Reason, Request, Resumed, Verdict
-from kvcore.running_rows import UNKNOWN_TOKEN
+from kvcore.request import UNKNOWN_TOKEN, Member, Reason, Request, Resumed, Verdict
 from kvcore.step import NO_ROWS, Step
 
 if TYPE_CHECKING:
@@ -80,7 +79,6 @@ class Preemption:
         rows, counts = self._without(seqs, rows, counts, gone)
         seqs = [seq for seq in seqs if seq not in gone]
 
-        leaving = self._leaving_rows()
         victims: list[Request] = []
         units = len(
             {
@@ -89,7 +87,7 @@ class Preemption:
                 if seq not in self.roster.draining
             }
         )
-        needed, available, coming = self._plan(rows, counts, leaving)
+        needed, available, coming = self._plan(rows, counts, self._leaving_rows(victims))
         if needed > available + coming:
             for request in islice(self.victim.order(self.roster.view()), len(self.roster.running)):
                 if units - len(victims) <= 1:
@@ -98,17 +96,16 @@ class Preemption:
                     continue
                 victims.append(request)
                 out = {seq for victim in victims for seq in victim.members}
-                lost = self.bm.rows([seq for victim in victims for seq in victim.members])
                 left, left_counts = self._without(seqs, rows, counts, out)
                 needed, available, coming = self._plan(
-                    left, left_counts, np.concatenate([leaving, lost])
+                    left, left_counts, self._leaving_rows(victims)
                 )
                 if needed <= available + coming:
                     break
             if needed > available + coming:
                 victims = []  # it would not help
         step.is_short = bool(victims)
-        self._preempt_all(step, victims, may_swap=True)
+        self._preempt_all(step, victims, 0, may_swap=True)
         out = {seq for victim in victims for seq in victim.members} | set(step.preempted)
         out |= set(step.swapped_out) | set(step.rejected)
         rows, counts = self._without(seqs, rows, counts, out)
@@ -135,7 +132,6 @@ class Preemption:
             Reason.MAX_RUNNING,
         ):
             return
-        leaving = self._leaving_rows()
         victims: list[Request] = []
         for victim in [None, *candidates]:
             if victim is not None:
@@ -145,8 +141,7 @@ class Preemption:
             out = {seq for one in victims for seq in one.members}
             stay = [seq for seq in self.roster.running if seq not in out]
             rows = self.bm.rows([seq for seq in stay if seq not in self.roster.idle])
-            lost = self.bm.rows([seq for one in victims for seq in one.members])
-            needed, available, coming = self._plan(rows, None, np.concatenate([leaving, lost]))
+            needed, available, coming = self._plan(rows, None, self._leaving_rows(victims))
             reserve = self.admission.reserve(request, self.roster.view(stay))
             has_place = (
                 self.options.max_running is None
@@ -157,8 +152,9 @@ class Preemption:
             )
             idle_hits = self.bm.num_available - verdict.available
             if has_place and (verdict.needed + needed + reserve <= available + coming - idle_hits):
-                # Not to host memory: from there they would come back before the request.
-                self._preempt_all(step, victims, may_swap=False)
+                # They wait behind it, and not in host memory: from there they would return
+                # before it and be pushed out again.
+                self._preempt_all(step, victims, place + 1, may_swap=False)
                 return
 
     def _plan(
@@ -198,19 +194,19 @@ class Preemption:
         members = getattr(request, "members", ())
         if not members or any(self.roster.by_seq.get(seq) is not request for seq in members):
             return False
-        if request in self.roster.going_out or request in self.roster.swapped:
+        host = self.swapping.host
+        if host is not None and any(seq in host for seq in members):
             return False
         return not all(seq in self.roster.draining for seq in members)
 
-    def _leaving_rows(self) -> NDArray[np.int32]:
-        """Rows of the sequences whose blocks are given back without anybody yielding."""
-        if not self.roster.draining and not self.roster.going_out:
-            return NO_ROWS
-        leaving = list(self.roster.draining)
-        leaving += [seq for request in self.roster.going_out for seq in request.members]
-        return self.bm.rows(leaving)
+    def _leaving_rows(self, victims: list[Request]) -> NDArray[np.int32]:
+        """Rows of these, and of those whose blocks are given back without anybody yielding."""
+        leaving = dict.fromkeys(self.roster.draining)
+        for request in [*self.roster.going_out, *victims]:
+            leaving.update(dict.fromkeys(request.members))
+        return self.bm.rows(list(leaving)) if leaving else NO_ROWS
 
-    def _preempt_all(self, step: Step, victims: list[Request], may_swap: bool) -> None:
+    def _preempt_all(self, step: Step, victims: list[Request], place: int, may_swap: bool) -> None:
         """Preempt several, so that they wait in the order in which they had been admitted."""
         positions = {seq: place for place, seq in enumerate(self.roster.running)} if victims else {}
         for request in sorted(
@@ -218,9 +214,9 @@ class Preemption:
         ):
             request.preemptions += 1
             if not (may_swap and self.swapping.send_out(step, request)):
-                self._preempt(step, request)
+                self._preempt(step, request, place)
 
-    def _preempt(self, step: Step, request: Request) -> None:
+    def _preempt(self, step: Step, request: Request, place: int) -> None:
         """Take the blocks of a request back, to be computed again."""
         members = list(request.members)
         resumed = self._resumed(request)
@@ -233,7 +229,7 @@ class Preemption:
             self.counters.rejected += 1
         else:
             step.preempted.extend(members)
-            self.waiting.appendleft(resumed)
+            self.waiting.insert(place, resumed)
             self.counters.preemptions_recompute += len(members)
 
     def _unschedule(self, step: Step, seqs: list[Hashable]) -> None:
@@ -268,9 +264,9 @@ class Preemption:
         if self.options.token_budget is None:
             return Member(seq, length, prompt, UNKNOWN_TOKEN, length)
         if seq in self.roster.prefilling:
-            request = self.roster.by_seq[seq]
-            pending = request.pending if isinstance(request, Resumed) else UNKNOWN_TOKEN
-            return Member(seq, length, prompt, pending, self.roster.prefilling[seq])
+            came = self.roster.by_seq[seq].member(seq)
+            lost = max(self.roster.prefilling[seq], came.lost)
+            return Member(seq, length, prompt, came.pending, lost)
         outstanding = sum(
             seq in step.sampled and self.roster.entered[seq] <= step.number
             for step in self.roster.outstanding

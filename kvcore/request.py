@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 __all__ = ["Member", "Reason", "Request", "Resumed", "Verdict"]
 
 
+UNKNOWN_TOKEN = -1
+"""Instead of a token id that nobody has told."""
+
+
 class Reason(Enum):
     """Why a request waits, was refused, or was ended."""
 
@@ -142,6 +146,17 @@ class Request(_Pair):
         """The ids of those sequences."""
         return [self.seq, *self.siblings]
 
+    def member(self, seq: Hashable) -> Member:
+        """Return what was known of one of its sequences when it was queued."""
+        return Member(seq, self.n_tokens, self.prompt, UNKNOWN_TOKEN, 0)
+
+    def blocks_to_enter(self, block_size: int) -> int:
+        """Return the blocks that it holds once it has entered, those that it shares included.
+
+        One for each sibling is among them, which writes its first token into its own.
+        """
+        return -(-self.n_tokens // block_size) + len(self.siblings)
+
     @property
     def final_tokens(self) -> int | None:
         """Tokens that each of its sequences has written at its end: all but the last."""
@@ -178,6 +193,25 @@ class Resumed(Request):
     def ids(self) -> list[Hashable]:
         """The ids of those sequences."""
         return [self.seq, *self.siblings, *(other.seq for other in self.others)]
+
+    def member(self, seq: Hashable) -> Member:
+        """Return what was known of one of its sequences when it was queued."""
+        for other in self.others:
+            if other.seq == seq:
+                return other
+        return Member(seq, self.n_tokens, self.prompt, self.pending, self.lost)
+
+    def blocks_to_enter(self, block_size: int) -> int:
+        """Return the blocks that it holds once it has entered, those that it shares included.
+
+        Its next token has room too: otherwise it would yield again to the very shortage
+        that it made way for.
+        """
+        blocks = -(-(self.n_tokens + 1) // block_size) + len(self.siblings)
+        for other in self.others:
+            blocks += -(-(other.n_tokens + 1) // block_size)
+            blocks -= self.shared_tokens(other, block_size) // block_size
+        return blocks
 
     def shared_tokens(self, other: Member, block_size: int) -> int:
         """Tokens of ``other`` that are not computed again, but by the first sequence.

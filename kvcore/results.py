@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcore.arguments import whole_numbers
-from kvcore.request import Resumed
-from kvcore.running_rows import UNKNOWN_TOKEN
+from kvcore.request import UNKNOWN_TOKEN
 from kvcore.step import Step
 
 if TYPE_CHECKING:
@@ -111,26 +110,17 @@ class Results:
         for seq, start, count in step.prefills:
             if not self.roster.is_current(seq, step):
                 continue
-            request = self.roster.by_seq[seq]
-            stop = start + count
-            text, pending = request.prompt, UNKNOWN_TOKEN
-            if isinstance(request, Resumed):
-                pending = request.pending
-                for other in request.others:
-                    if other.seq == seq:
-                        text, pending = other.prompt, other.pending
+            came = self.roster.by_seq[seq].member(seq)
+            stop, text = start + count, came.prompt
             known = self.bm.known(seq)
             if text is not None and known < len(text):
                 # A beam that was recomputed: its own tokens follow those of the prompt.
                 self.bm.commit(seq, text.tokens[known:], n_settled=min(stop, len(text)))
             elif known:
                 self.bm.commit(seq, n_settled=min(stop, known))
-            if (
-                pending >= 0
-                and self.bm.known(seq) == stop - 1
-                and seq not in self.roster.prefilling
-            ):
-                self.bm.commit(seq, [pending])
+            is_complete = seq not in self.roster.prefilling
+            if came.pending >= 0 and self.bm.known(seq) == stop - 1 and is_complete:
+                self.bm.commit(seq, [came.pending])
 
     def settle_tokens(
         self, step: Step, ids: NDArray[np.int32] | None, accepted: NDArray[np.int64] | None

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcore.request import Request
-from kvcore.running_rows import UNKNOWN_TOKEN, UNLIMITED, RowNotes, RunningRows
+from kvcore.request import UNKNOWN_TOKEN, Request
+from kvcore.running_rows import UNLIMITED, RowNotes, RunningRows
 from kvcore.running_view import RunningView
 from kvcore.step import NO_ROWS
 
@@ -92,6 +92,10 @@ class Roster:
         """Take note of what somebody else has done to the list. ``KeyError`` for a dead id."""
         if self.rows.follow(self.running):
             self.reconcile()
+
+    def is_live(self, seq: Hashable) -> bool:
+        """Whether a sequence has the id: with a table, or in host memory."""
+        return seq in self.bm or any(seq in request.members for request in self.swapped)
 
     def insert(self, seq: Hashable) -> int:
         """Put a sequence among the running ones, in order of admission; returns where."""

@@ -18,8 +18,6 @@ __all__ = ["UNLIMITED", "RowNotes", "RunningRows"]
 UNLIMITED = 2**31 - 1
 """Limit of a sequence whose number of tokens nobody has limited."""
 
-UNKNOWN_TOKEN = -1
-
 
 class RunningRows:
     """The rows of the running sequences, kept up as the scheduler lets them come and go.

@@ -324,12 +324,12 @@ class Scheduler:
                 f"max_tokens is {request.max_tokens}: a sequence cannot grow past "
                 f"{MAX_TOKENS} tokens"
             )
-        if request.seq in self.bm or request.seq in self._roster.by_seq:
+        if self._roster.is_live(request.seq):
             raise ValueError(f"seq {request.seq!r} is a live sequence already")
         for place, sibling in enumerate(request.siblings):
             if sibling == request.seq or sibling in request.siblings[:place]:
                 raise ValueError(f"siblings: {sibling!r} comes twice")
-            if sibling in self.bm or sibling in self._roster.by_seq:
+            if self._roster.is_live(sibling):
                 raise ValueError(f"siblings: {sibling!r} is a live sequence already")
 
     def fork(
@@ -357,7 +357,7 @@ class Scheduler:
         others along. Returns False when no such sequence is here, as for a result that
         comes late.
         """
-        if seq in self._roster.by_seq and seq in self.bm:
+        if seq in self.running and seq in self._roster.by_seq:
             self.admission.ended(self._roster.by_seq[seq], self._results.generated(seq))
         ended = self._end(seq)
         self.counters.finished += ended
@@ -560,7 +560,8 @@ class Scheduler:
         if request.waited:
             return False
         prompt = request.prompt
-        column = self._gate.needed(request) - verdict.needed  # of the first block not cached
+        # Of the first block that is not cached.
+        column = request.blocks_to_enter(self.bm.block_size) - verdict.needed
         # The last token of a prompt is always computed, and its block with it.
         usable = (request.n_tokens - 1) // self.bm.block_size
         if prompt is None or column >= min(usable, prompt.num_full_blocks):
@@ -609,13 +610,8 @@ class Scheduler:
 
     def _count_prefill(self, seq: Hashable, start: int, stop: int) -> None:
         self.counters.prefill_tokens += stop - start
-        request = self._roster.by_seq[seq]
-        if isinstance(request, Resumed):
-            lost = request.lost
-            for other in request.others:
-                if other.seq == seq:
-                    lost = other.lost
-            self.counters.recomputed_tokens += max(min(stop, lost) - start, 0)
+        lost = self._roster.by_seq[seq].member(seq).lost
+        self.counters.recomputed_tokens += max(min(stop, lost) - start, 0)
 
     def _complete(self, step: Step, seq: Hashable) -> None:
         """Note that this step computes the last of a prompt: then the sequence decodes."""
@@ -626,7 +622,7 @@ class Scheduler:
             return
         started = [seq]
         for child in request.siblings if request.members[0] == seq else ():
-            if child in self.bm or child in self._roster.by_seq:
+            if self._roster.is_live(child):
                 step.rejected[child] = Verdict(Reason.LIVE_ID, 0, 0)
                 continue
             self.bm.fork(seq, child)
@@ -823,7 +819,9 @@ class Scheduler:
             and (final := self._roster.by_seq[seq].final_tokens) is not None
             and final > self.bm.length(seq)
         ]
-        self._roster.steps_to_limit = min(others, default=UNLIMITED)
+        # Of those that end, some may have drafts rejected: then look again.
+        soon = 1 if step.ending and self.options.draft_tokens else UNLIMITED
+        self._roster.steps_to_limit = min(others, default=soon)
 
     def _ends(self, step: Step, seqs: list[Hashable]) -> None:
         """Note that these sample their last token in ``step``."""
@@ -834,11 +832,11 @@ class Scheduler:
 
     def _end(self, seq: Hashable) -> bool:
         """End a sequence, wherever it is."""
-        if seq in self._roster.by_seq or seq in self.running:
-            if self._swapping.host is not None and seq in self._swapping.host:
-                self._end_away(seq)
-            else:
-                self._roster.leave(seq)
+        if self._swapping.host is not None and seq in self._swapping.host:
+            self._end_away(seq)
+            return True
+        if seq in self.running:
+            self._roster.leave(seq)
             return True
         for place, item in enumerate(self.waiting):
             request = item

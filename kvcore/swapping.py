@@ -115,7 +115,7 @@ class Swapping:
             self.counters.swap_in_blocks += sum(len(pair) for pair in pairs)
 
     def _give_up(self, step: Step, first: Request) -> bool:
-        """Nothing runs and the first in host memory finds no room: is that others' doing?
+        """Compute one again where nothing runs and yet the first finds no room.
 
         What others there keep on the device may be what it lacks. The newest of them is
         computed again instead. Alone, it is if the whole pool could not hold it.
@@ -152,7 +152,7 @@ class Swapping:
         return True
 
     def report(self, step: Step, failed: Collection[Hashable]) -> None:
-        """The copies of a step are done, or have failed."""
+        """Note that the copies of a step are done, or have failed."""
         host = self.host
         if host is None:
             return
