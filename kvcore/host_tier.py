@@ -12,7 +12,6 @@ nothing here; it stays where it is, pinned, and is not copied.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,19 +27,29 @@ if TYPE_CHECKING:
 __all__ = ["HostTier"]
 
 
-@dataclass
 class _Away:
-    """A sequence that is, or is about to be, in host memory."""
+    """A sequence that is, or is about to be, in host memory.
 
-    n_tokens: int
-    moved: NDArray[np.int32]
-    """Columns of its table whose blocks have a copy in host memory."""
-    kept: NDArray[np.int32]
-    """The other columns."""
-    kept_blocks: NDArray[np.int32]
-    """Their blocks, which stay on the device; -1 where a window has given one back."""
-    prompt: Prompt | None
-    pending: int
+    Attributes
+    ----------
+    kept, kept_blocks : ndarray
+        int32: the columns of its table that are not copied, and their blocks, which stay
+        on the device; -1 where a window has given one back.
+    """
+
+    def __init__(
+        self,
+        n_tokens: int,
+        kept: NDArray[np.int32],
+        kept_blocks: NDArray[np.int32],
+        prompt: Prompt | None,
+        pending: int,
+    ) -> None:
+        self.n_tokens = n_tokens
+        self.kept = kept
+        self.kept_blocks = kept_blocks
+        self.prompt = prompt
+        self.pending = pending
 
 
 class HostTier:
@@ -79,7 +88,7 @@ class HostTier:
         kept_blocks = table[kept].copy()
         has_holes = bool((kept_blocks < 0).any())
         prompt = self.bm.prompt_of(seq) if self.bm.prefix_caching and not has_holes else None
-        self._away[seq] = _Away(self.bm.length(seq), moved, kept, kept_blocks, prompt, pending)
+        self._away[seq] = _Away(self.bm.length(seq), kept, kept_blocks, prompt, pending)
         return np.stack([table[moved], self.host.tables[seq]], axis=1)
 
     def end_out(self, seq: Hashable, pending: int) -> None:

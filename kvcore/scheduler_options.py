@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcore.arguments import at_least
 
 __all__ = ["SchedulerOptions"]
 
 
-@dataclass(frozen=True)
-class SchedulerOptions:
+class SchedulerOptions(NamedTuple):
     """What ``Scheduler`` was given besides policies; its docstring says what each means."""
 
     max_running: int | None

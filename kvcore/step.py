@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,8 +25,7 @@ def _no_pairs() -> NDArray[np.int32]:
     return NO_PAIRS
 
 
-@dataclass(frozen=True)
-class StepStats:
+class StepStats(NamedTuple):
     """The figures of one step, named as the metrics of a forward pass usually are."""
 
     num_prefill: int
@@ -68,7 +66,6 @@ class StepStats:
     """Blocks that somebody holds."""
 
 
-@dataclass
 class SchedulerCounters:
     """What a scheduler has done since it was made. Each event counts once."""
 
@@ -104,7 +101,11 @@ class SchedulerCounters:
 
     def as_dict(self) -> dict[str, int]:
         """Every counter by its name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: getattr(self, name) for name in type(self).__annotations__}
+
+    def __repr__(self) -> str:
+        counted = ", ".join(f"{name}={number}" for name, number in self.as_dict().items())
+        return f"SchedulerCounters({counted})"
 
 
 # A steady step leaves most of these as they are: they come into being when asked for.
