@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ _SMALL_COPY = 28 * 1024
 _BYTES_PER_SECOND = {False: 6e9, True: 40e9}
 
 
-@dataclass(frozen=True)
 class ResumeCost:
     """Seconds to compute tokens again, or to copy blocks to the host and back.
 
@@ -62,19 +60,23 @@ class ResumeCost:
     very long requests are cheaper to swap than this says.
     """
 
-    seconds_per_token: float = 50e-6
-    bytes_per_block: int = 2 << 20
-    fragment_bytes: int = 32 << 10
-    bytes_per_second: float | None = None
-    seconds_per_copy: float = 20e-6
-
-    def __post_init__(self) -> None:
-        for name in ("seconds_per_token", "bytes_per_block", "fragment_bytes", "bytes_per_second"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
-        if not self.seconds_per_copy >= 0:
-            raise ValueError(f"seconds_per_copy must be at least 0, got {self.seconds_per_copy}")
+    def __init__(
+        self,
+        seconds_per_token: float = 50e-6,
+        bytes_per_block: int = 2 << 20,
+        fragment_bytes: int = 32 << 10,
+        bytes_per_second: float | None = None,
+        seconds_per_copy: float = 20e-6,
+    ) -> None:
+        self.seconds_per_token = _positive(seconds_per_token, "seconds_per_token")
+        self.bytes_per_block = _positive(bytes_per_block, "bytes_per_block")
+        _positive(fragment_bytes, "fragment_bytes")
+        if bytes_per_second is None:
+            bytes_per_second = _BYTES_PER_SECOND[fragment_bytes >= _SMALL_COPY]
+        self.bytes_per_second = _positive(bytes_per_second, "bytes_per_second")
+        if not seconds_per_copy >= 0:
+            raise ValueError(f"seconds_per_copy must be at least 0, got {seconds_per_copy}")
+        self.seconds_per_copy = seconds_per_copy
 
     def recompute(self, n_tokens: int) -> float:
         """Seconds to compute ``n_tokens`` again."""
@@ -82,9 +84,15 @@ class ResumeCost:
 
     def swap(self, n_blocks: int) -> float:
         """Seconds to copy ``n_blocks`` out and back in."""
-        bandwidth = self.bytes_per_second or _BYTES_PER_SECOND[self.fragment_bytes >= _SMALL_COPY]
-        return 2 * (self.seconds_per_copy + n_blocks * self.bytes_per_block / bandwidth)
+        n_bytes = n_blocks * self.bytes_per_block
+        return 2 * (self.seconds_per_copy + n_bytes / self.bytes_per_second)
 
     def __call__(self, candidate: SwapCandidate) -> bool:
         """Whether to swap."""
         return self.swap(candidate.private_blocks) < self.recompute(candidate.n_tokens)
+
+
+def _positive(value: float, name: str) -> float:
+    if not value > 0:
+        raise ValueError(f"{name} must be above 0, got {value}")
+    return value
