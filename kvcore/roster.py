@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,6 @@ import numpy as np
 from kvcore.request import UNKNOWN_TOKEN, Request
 from kvcore.running_rows import UNLIMITED, RowNotes, RunningRows
 from kvcore.running_view import RunningView
-from kvcore.step import NO_ROWS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -86,7 +85,7 @@ class Roster:
         self.swapped: deque[Request] = deque()
         self.steps_to_limit = UNLIMITED
         self.step = 0
-        self.nobody = self._view_of([], NO_ROWS)
+        self.nobody = self._view_of([], self.bm.rows)
 
     def follow(self) -> None:
         """Take note of what somebody else has done to the list. ``KeyError`` for a dead id."""
@@ -171,10 +170,12 @@ class Roster:
     def view(self, seqs: list[Hashable] | None = None) -> RunningView:
         """Show a policy these running sequences; by default all of them."""
         if seqs is None:
-            return self._view_of(self.running, self.rows.of(self.running))
-        return self._view_of(seqs, self.bm.rows(seqs))
+            return self._view_of(self.running, self.rows.of)
+        return self._view_of(seqs, self.bm.rows)
 
-    def _view_of(self, seqs: list[Hashable], rows: NDArray[np.int32]) -> RunningView:
+    def _view_of(
+        self, seqs: list[Hashable], rows: Callable[[list[Hashable]], NDArray[np.int32]]
+    ) -> RunningView:
         return RunningView(
             self.bm,
             self.by_seq,
@@ -184,7 +185,7 @@ class Roster:
             step=self.step,
             window=self.options.window,
             sinks=self.options.sink_tokens,
-            ahead=(self.options.in_flight + 1) * (1 + self.options.draft_tokens),
+            ahead=self.options.ahead,
             forming=[self.by_seq[seq] for seq in self.prefilling if self.by_seq[seq].siblings],
         )
 

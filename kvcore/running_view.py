@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,6 @@ class RunningView:
         Number of the step that is planned.
     seqs : list of hashable
         Running sequences, in order of admission.
-    rows : ndarray
-        int32: their rows in the block tables.
     window, sinks : int or None, int
         The scheduler's sliding window and the tokens kept before it.
     ahead : int
@@ -45,7 +43,7 @@ class RunningView:
         bm: BlockManager,
         by_seq: Mapping[Hashable, Request],
         seqs: list[Hashable],
-        rows: NDArray[np.int32],
+        rows: NDArray[np.int32] | Callable[[list[Hashable]], NDArray[np.int32]],
         notes: RowNotes,
         *,
         step: int,
@@ -56,7 +54,7 @@ class RunningView:
     ) -> None:
         self.bm = bm
         self.seqs = seqs
-        self.rows = rows
+        self._rows = rows
         self.step = step
         self.window = window
         self.sinks = sinks
@@ -64,6 +62,11 @@ class RunningView:
         self.forming = forming
         self._by_seq = by_seq
         self._notes = notes
+
+    @cached_property
+    def rows(self) -> NDArray[np.int32]:
+        """int32: their rows in the block tables."""
+        return self._rows(self.seqs) if callable(self._rows) else self._rows
 
     @property
     def block_size(self) -> int:

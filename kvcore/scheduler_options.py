@@ -21,6 +21,11 @@ class SchedulerOptions(NamedTuple):
     sink_tokens: int
     in_flight: int
 
+    @property
+    def ahead(self) -> int:
+        """Tokens by which a decoding sequence may be ahead of what is settled."""
+        return (self.in_flight + 1) * (1 + self.draft_tokens)
+
     @classmethod
     def checked(cls, **given: Any) -> SchedulerOptions:
         """Options in range that go together, or an error that names one and its value."""
