@@ -18,6 +18,7 @@ first, and a test that makes such calls accepts either.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections import Counter as Multiset
 from collections import deque
@@ -44,6 +45,8 @@ __all__ = [
 
 LARGEST_COUNT = 2**31 - 1
 LARGEST_TOKEN = 2**31 - 1
+HOLE = -1
+"""In a table, instead of a block that a window has given back."""
 
 MediaParts = tuple[tuple[bytes, int, int], ...]
 """Of the media that a block touches: digest, offset from the block, length."""
@@ -67,6 +70,11 @@ def as_count(name: str, value: Any) -> int:
     if not 0 <= number <= LARGEST_COUNT:
         raise ValueError(f"{name} out of range: {number}")
     return number
+
+
+def as_count_or_hole(name: str, value: Any) -> int:
+    number = as_integer(name, value)
+    return number if number == HOLE else as_count(name, number)
 
 
 def as_tokens(value: Any) -> list[int]:
@@ -114,6 +122,8 @@ class ReferencePrompt:
     media: dict[int, MediaParts]
     block_size: int
     cut_column: int = LARGEST_COUNT  # the first that nobody shares
+    # In which era a sequence wrote it that may still publish it, if one did.
+    era: int | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -385,7 +395,7 @@ class ReferencePool:
             holders[block] += count
         for manager in self.managers:
             for table in manager.block_ids.values():
-                holders.update(table)
+                holders.update(block for block in table if block != HOLE)
             holders.update(block for _, block in manager.held)
         for block in range(self.num_blocks):
             if self.ref[block] != holders[block]:
@@ -400,8 +410,11 @@ class ReferencePool:
                     raise InvariantError("I4", block, "has an identity and is not kept")
         for manager in self.managers:
             for seq, table in manager.block_ids.items():
-                if len(table) != blocks_for(manager.lens[seq], manager.block_size):
+                length, size = manager.lens[seq], manager.block_size
+                if len(table) != blocks_for(length, size):
                     raise InvariantError("I2", None, f"table of {seq!r}")
+                if HOLE in table[length // size :]:
+                    raise InvariantError("I2", None, f"{seq!r} has a hole where it writes next")
 
 
 @dataclass
@@ -507,6 +520,17 @@ class ReferenceBlockManager:
     def _drop_now(self, block: int) -> None:
         self.counters[Counter.BLOCKS_RELEASED] += self.pool.drop_reference(block)
 
+    def _drop_all(self, blocks: list[int]) -> None:
+        """What a sequence lets go: the last first, and nothing where a hole is."""
+        for block in reversed(blocks):
+            if block != HOLE:
+                self._drop(block)
+
+    def _share_all(self, blocks: list[int]) -> None:
+        for block in blocks:
+            if block != HOLE:
+                self.pool.add_reference(block)
+
     def _need(self, blocks: int) -> None:
         available = self.pool.available
         if blocks > available:
@@ -521,6 +545,26 @@ class ReferenceBlockManager:
     def _not_live(self, seq: Hashable) -> None:
         if seq in self.lens:
             raise ValueError(f"sequence {seq!r} is live")
+
+    def _no_hole(self, seq: Hashable, start: int, stop: int) -> None:
+        """The blocks of these tokens are all there."""
+        if start < stop:
+            stop = blocks_for(stop, self.block_size)
+            if HOLE in self.block_ids[seq][start // self.block_size : stop]:
+                raise ValueError(f"a hole in {seq!r} between {start} and {stop}")
+
+    def _no_cut(self, seq: Hashable, n_tokens: int) -> None:
+        """A table of that many tokens does not end inside a hole."""
+        column, offset = divmod(n_tokens, self.block_size)
+        if offset and self.block_ids[seq][column] == HOLE:
+            raise ValueError(f"{n_tokens} tokens of {seq!r} end in a hole")
+
+    def _by_row(self, rows: Sequence[int]) -> list[Hashable]:
+        by_row = {row: seq for seq, row in self._rows.items()}
+        for row in rows:
+            if row not in by_row:
+                raise ValueError(f"no sequence has row {row}")
+        return [by_row[row] for row in rows]
 
     def _begin(self, seq: Hashable, table: list[int], n_tokens: int) -> None:
         self.block_ids[seq] = table
@@ -554,10 +598,16 @@ class ReferenceBlockManager:
     def prompt_of(self, seq: Hashable) -> ReferencePrompt:
         assert self.index is not None
         knows = self.knowledge[self._live(seq)]
+        self._no_hole(seq, 0, len(knows.tokens))
         blocks = blocks_for(len(knows.tokens), self.block_size)
         media = {column: parts for column, parts in knows.media.items() if column < blocks}
         return ReferencePrompt(
-            list(knows.tokens), knows.namespace, media, self.block_size, knows.cut_column
+            list(knows.tokens),
+            knows.namespace,
+            media,
+            self.block_size,
+            knows.cut_column,
+            None if knows.closed else knows.era,
         )
 
     # What a prompt would get.
@@ -739,24 +789,84 @@ class ReferenceBlockManager:
             self.index.barred.discard(block)
 
     def append_batch(
-        self, rows: Sequence[int], out: list[int]
+        self, rows: Sequence[int], out: list[int], counts: Sequence[int] | None = None
     ) -> tuple[int, list[list[int]] | None]:
-        by_row = {row: seq for seq, row in self._rows.items()}
-        for row in rows:
-            if row not in by_row:
-                raise ValueError(f"no sequence has row {row}")
-        if len(out) < len(rows):
-            raise ValueError(f"out has {len(out)} entries for {len(rows)} rows")
+        seqs = self._by_row(rows)
+        counts = self._counts(rows, counts)
+        if len(out) < sum(counts):
+            raise ValueError(f"out has {len(out)} entries for {sum(counts)} tokens")
         copies: list[list[int]] = []
-        for served, row in enumerate(rows):
+        filled = 0
+        for served, (seq, count) in enumerate(zip(seqs, counts, strict=True)):
             try:
-                slots, copy = self.append_slots(by_row[row], 1)
+                slots, copy = self.append_slots(seq, count)
             except OutOfBlocks:
                 return served, copies or None
-            out[served] = slots[0]
+            out[filled : filled + count] = slots
+            filled += count
             if copy is not None:
                 copies.append(list(copy))
         return len(rows), copies or None
+
+    @staticmethod
+    def _counts(rows: Sequence[int], counts: Sequence[int] | None) -> Sequence[int]:
+        if counts is None:
+            return [1] * len(rows)
+        if len(counts) != len(rows):
+            raise ValueError(f"{len(counts)} counts for {len(rows)} rows")
+        for count in counts:
+            if count < 1:
+                raise ValueError(f"counts: {count}")
+        return counts
+
+    def plan_append(
+        self,
+        rows: Sequence[int],
+        counts: Sequence[int] | None = None,
+        without: Sequence[int] | None = None,
+    ) -> tuple[int, int, int]:
+        seqs, gone = self._by_row(rows), self._by_row(without or ())
+        counts = self._counts(rows, counts)
+        if len({*seqs, *gone}) != len(seqs) + len(gone):
+            raise ValueError(f"a row twice in {rows} and {without}")
+        given_up = [block for seq in gone for block in self.block_ids[seq] if block != HOLE]
+        in_flight = self.newest_step > self.settled_step
+        held = [block for _, block in self.held]
+        now = Multiset({block: self.pool.ref[block] for block in range(self.num_blocks)})
+        later = now - Multiset(given_up + held)
+        if not in_flight:
+            now = later
+        needed = 0
+        for seq, count in zip(seqs, counts, strict=True):
+            length, size = self.lens[seq], self.block_size
+            needed += blocks_for(length + count, size) - blocks_for(length, size)
+            tail = self.block_ids[seq][-1] if length % size else None
+            if now[tail] > 1:
+                needed += 1
+                now[tail] -= not in_flight  # a fence holds it instead
+        used = sum(count > 0 for count in self.pool.ref)
+        nobodys = used - len(later)
+        idle = self.pool.available
+        return (needed, idle, nobodys) if in_flight else (needed, idle + nobodys, 0)
+
+    def plan_by_doing(
+        self, rows: Sequence[int], counts: Sequence[int] | None, without: Sequence[int]
+    ) -> tuple[int, int, int]:
+        """What ``plan_append`` says, of a copy where it is done, with blocks from nowhere."""
+        trial = copy.deepcopy(self)
+        for seq in self._by_row(without):
+            trial.free_seq(seq)
+        available = trial.pool.available
+        settled = copy.deepcopy(trial)
+        settled.settle(settled.fence())
+        counts = self._counts(rows, counts)
+        more = range(trial.num_blocks, trial.num_blocks + sum(counts) + len(rows))
+        trial.pool._free.extend(more)
+        trial.pool.ref += [0 for _ in more]
+        before = trial.counters[Counter.BLOCKS_TAKEN]
+        trial.append_batch(rows, [0] * sum(counts), counts)
+        needed = trial.counters[Counter.BLOCKS_TAKEN] - before
+        return needed, available, settled.pool.available - available
 
     def can_append(self, seq: Hashable, n_tokens: Any = 1) -> bool:
         n_tokens = as_count("n_tokens", n_tokens)
@@ -768,13 +878,141 @@ class ReferenceBlockManager:
         seq = self._live(seq)
         if n_tokens > self.lens[seq]:
             raise ValueError(f"n_tokens {n_tokens} is more than the {self.lens[seq]} there are")
+        self._no_cut(seq, n_tokens)
         table, length = self.block_ids[seq], self.lens[seq]
-        while len(table) > blocks_for(n_tokens, self.block_size):
-            self._drop(table.pop())
+        kept = blocks_for(n_tokens, self.block_size)
+        self._drop_all(table[kept:])
+        del table[kept:]
         self._unchanged[seq] = min(self._unchanged[seq], len(table))
         self.lens[seq] = n_tokens
         if self.prefix_caching:
             self.knowledge[seq] = self.knowledge[seq].first(n_tokens, length, self.block_size)
+
+    def truncate_batch(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        seqs = self._by_row(rows)
+        if len(lengths) != len(rows) or len(set(rows)) != len(rows):
+            raise ValueError(f"{lengths} for {rows}")
+        for seq, length in zip(seqs, lengths, strict=True):
+            if not 0 <= length <= self.lens[seq]:
+                raise ValueError(f"{length} of the {self.lens[seq]} tokens of {seq!r}")
+            self._no_cut(seq, length)
+        for seq, length in zip(seqs, lengths, strict=True):
+            self.truncate(seq, length)
+
+    def release_outside_window(
+        self, rows: Sequence[int], lengths: Sequence[int], window: Any, sinks: Any = 0
+    ) -> int:
+        window, sinks = as_count("window", window), as_count("sinks", sinks)
+        seqs = self._by_row(rows)
+        if window < 1 or len(lengths) != len(rows):
+            raise ValueError(f"a window of {window}, {lengths} for {rows}")
+        for seq, settled in zip(seqs, lengths, strict=True):
+            if not 0 <= settled <= self.lens[seq]:
+                raise ValueError(f"{settled} of the {self.lens[seq]} tokens of {seq!r}")
+        released = 0
+        for seq, settled in zip(seqs, lengths, strict=True):
+            table = self.block_ids[seq]
+            # The next token is number `settled`, and the first that it sees this one.
+            first_seen = settled - (window - 1)
+            columns = []
+            for column in reversed(range(blocks_for(sinks, self.block_size), len(table))):
+                if (column + 1) * self.block_size <= first_seen:
+                    if table[column] == HOLE:
+                        break  # those before it are none of this call's
+                    columns.append(column)
+            for column in columns:
+                self._drop(table[column])
+                table[column] = HOLE
+                self._unchanged[seq] = min(self._unchanged[seq], column)
+            released += len(columns)
+        return released
+
+    def exclusive_blocks(self, seq: Hashable) -> list[int]:
+        table = self.block_ids[self._live(seq)]
+        return [
+            column
+            for column, block in enumerate(table)
+            if block != HOLE and self.pool.ref[block] == 1
+        ]
+
+    def restore(
+        self,
+        seq: Hashable,
+        n_tokens: Any,
+        columns: Sequence[int],
+        blocks: Sequence[int],
+        *,
+        tokens: ReferencePrompt | None = None,
+    ) -> list[int]:
+        n_tokens = as_count("n_tokens", n_tokens)
+        total = blocks_for(n_tokens, self.block_size)
+        columns = [as_integer("a column", column) for column in columns]
+        blocks = [as_count_or_hole("a block", block) for block in blocks]
+        if len(columns) != len(blocks):
+            raise ValueError(f"{len(columns)} columns for {len(blocks)} blocks")
+        if columns != sorted(set(columns)) or any(not 0 <= one < total for one in columns):
+            raise ValueError(f"columns {columns} of {total}")
+        for column, block in zip(columns, blocks, strict=True):
+            if block == HOLE:
+                if (column + 1) * self.block_size > n_tokens:
+                    raise ValueError(f"a hole in column {column}, which is written next")
+            elif block >= self.num_blocks or self.pool.ref[block] == 0:
+                raise ValueError(f"block {block} is not used")
+        if tokens is not None and not isinstance(tokens, ReferencePrompt):
+            raise TypeError(f"no prompt: {tokens!r}")
+        if not self.prefix_caching:
+            tokens = None
+        if tokens is not None and len(tokens) > n_tokens:
+            raise ValueError(f"{len(tokens)} tokens of {n_tokens}")
+        self._not_live(seq)
+        table = [HOLE] * total
+        for column, block in zip(columns, blocks, strict=True):
+            table[column] = block
+            if tokens is not None and block != HOLE:
+                self._agrees(tokens, column, block)
+        self._need(total - len(columns))
+        self._share_all(blocks)
+        fresh = [self._take() for _ in range(total - len(columns))]
+        missing = iter(fresh)
+        for column in range(total):
+            if column not in columns:
+                table[column] = next(missing)
+        self._begin(seq, table, n_tokens)
+        self.counters[Counter.SEQUENCES_ALLOCATED] += 1
+        if self.prefix_caching:
+            self.knowledge[seq] = Knowledge([], b"", {}, self.index.era, 0)
+        if tokens is not None:
+            self.knowledge[seq] = Knowledge(
+                list(tokens.tokens),
+                tokens.namespace,
+                tokens.media,
+                self.index.era,
+                0,
+                # What was written before a reset, or after something was forgotten.
+                closed=tokens.era != self.index.era,
+                cut_column=tokens.cut_column,
+            )
+        return fresh
+
+    def _agrees(self, prompt: ReferencePrompt, column: int, block: int) -> None:
+        """Nobody knows other tokens of that block, nor the tokens under another key."""
+        size = self.block_size
+        tokens = prompt.tokens[column * size : (column + 1) * size]
+        key, _ = prompt.content(column)
+        contents = []
+        if block in self.index.nodes:
+            contents.append((self.index.nodes[block].key, self.index.nodes[block].tokens))
+        for other, table in self.block_ids.items():
+            if table[column : column + 1] == [block]:
+                known = self.knowledge[other]
+                before = known.namespace if column == 0 else b""
+                noted = known.tokens[column * size : (column + 1) * size]
+                contents.append(((before, known.media.get(column, ())), tuple(noted)))
+        for other_key, noted in contents:
+            if any(a != b for a, b in zip(tokens, noted, strict=False)):
+                raise ValueError(f"block {block} holds {noted}, not {tokens}")
+            if tokens and other_key != key:
+                raise ValueError(f"block {block} is of {other_key}, not of {key}")
 
     def fork(self, parent: Hashable, child: Hashable, n_tokens: Any = None) -> None:
         if n_tokens is not None:
@@ -785,9 +1023,9 @@ class ReferenceBlockManager:
             n_tokens = self.lens[parent]
         if n_tokens > self.lens[parent]:
             raise ValueError(f"n_tokens {n_tokens} is more than the parent has")
+        self._no_cut(parent, n_tokens)
         shared = self.block_ids[parent][: blocks_for(n_tokens, self.block_size)]
-        for block in shared:
-            self.pool.add_reference(block)
+        self._share_all(shared)
         self._begin(child, shared, n_tokens)
         if self.prefix_caching:
             knows = self.knowledge[parent]
@@ -813,11 +1051,9 @@ class ReferenceBlockManager:
             for seq, (table, _) in zip(seqs, becoming, strict=True)
         ]
         for first, (table, _) in zip(changed, becoming, strict=True):
-            for block in table[first:]:
-                self.pool.add_reference(block)
+            self._share_all(table[first:])
         for seq, first, (table, length) in zip(seqs, changed, becoming, strict=True):
-            for block in reversed(self.block_ids[seq][first:]):
-                self._drop(block)
+            self._drop_all(self.block_ids[seq][first:])
             self.block_ids[seq] = table
             self.lens[seq] = length
             self._unchanged[seq] = min(self._unchanged[seq], first)
@@ -832,8 +1068,7 @@ class ReferenceBlockManager:
 
     def free_seq(self, seq: Hashable) -> None:
         seq = self._live(seq)
-        for block in reversed(self.block_ids.pop(seq)):
-            self._drop(block)
+        self._drop_all(self.block_ids.pop(seq))
         for record in (self.lens, self._rows, self._unchanged):
             del record[seq]
         self.knowledge.pop(seq, None)
@@ -855,6 +1090,7 @@ class ReferenceBlockManager:
             n_settled = known
         if n_settled > known:
             raise ValueError(f"n_settled {n_settled} of {known} known tokens")
+        self._no_hole(seq, known - len(new), known)
         self._learn(seq, new)
         return self._publish(seq, n_settled)
 
@@ -886,7 +1122,8 @@ class ReferenceBlockManager:
             parent = index.nodes.get(table[column - 1]) if column else index.root
             node = index.nodes.get(block)
             if (
-                parent is None
+                block == HOLE
+                or parent is None
                 or block in index.barred
                 or (node is not None and node.parent is not parent)
             ):
@@ -912,31 +1149,31 @@ class ReferenceBlockManager:
         return published
 
     def commit_batch(self, rows: Sequence[int], tokens: Sequence[int]) -> int:
-        by_row = {row: seq for seq, row in self._rows.items()}
         tokens = as_tokens(tokens)
         if len(rows) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens for {len(rows)} rows")
-        for row in rows:
-            if row not in by_row:
-                raise ValueError(f"no sequence has row {row}")
+        seqs = self._by_row(rows)
         if not self.prefix_caching:
             return 0
-        times = Multiset(by_row[row] for row in rows)
+        times = Multiset(seqs)
         for seq, count in times.items():
             if len(self.knowledge[seq].tokens) + count > self.lens[seq]:
                 raise ValueError(f"more tokens than {seq!r} has")
         before = {seq: list(self.knowledge[seq].tokens) for seq in times}
         try:
-            for row, token in zip(rows, tokens, strict=True):
-                self._learn(by_row[row], [token])
+            for seq, token in zip(seqs, tokens, strict=True):
+                known = len(self.knowledge[seq].tokens)
+                self._no_hole(seq, known, known + 1)
+                self._learn(seq, [token])
         except ValueError:
-            for seq, known in before.items():
-                self.knowledge[seq].tokens = known
+            for seq, told in before.items():
+                self.knowledge[seq].tokens = told
             raise
         return sum(self._publish(seq, len(self.knowledge[seq].tokens)) for seq in times)
 
     def known(self, seq: Hashable) -> int:
-        return len(self.tokens(seq))
+        seq = self._live(seq)
+        return len(self.knowledge[seq].tokens) if self.prefix_caching else 0
 
     def published(self, seq: Hashable) -> int:
         seq = self._live(seq)
@@ -946,7 +1183,7 @@ class ReferenceBlockManager:
         return 0 if knows.closed or knows.era != self.index.era else knows.published
 
     def tokens(self, seq: Hashable) -> list[int]:
-        seq = self._live(seq)
+        self._no_hole(seq, 0, self.known(seq))
         return list(self.knowledge[seq].tokens) if self.prefix_caching else []
 
     @property
@@ -1058,6 +1295,7 @@ class ReferenceBlockManager:
             stop = self.lens[seq]
         if not 0 <= start <= stop <= self.lens[seq]:
             raise ValueError(f"slots {start}:{stop} of {self.lens[seq]} tokens")
+        self._no_hole(seq, start, stop)
         table = self.block_ids[seq]
         return [
             table[position // self.block_size] * self.block_size + position % self.block_size
@@ -1106,7 +1344,9 @@ class ReferenceBlockManager:
             fenced=len(self.held),
             sequences=len(self.lens),
             tokens=sum(self.lens.values()),
-            logical_blocks=sum(map(len, self.block_ids.values())),
+            logical_blocks=sum(
+                block != HOLE for table in self.block_ids.values() for block in table
+            ),
             cached=0 if pool.index is None else len(pool.index),
         )
 
@@ -1121,14 +1361,14 @@ class ReferenceStep(list[Hashable]):
         super().__init__()
         self.slots: list[int] = []
         self.copies: list[list[int]] = []
-        self.prefills: list[tuple[Hashable, int]] = []
-        self.cached: list[int] = []
+        self.prefills: list[tuple[Hashable, int, int]] = []
         self.preempted: list[Hashable] = []
+        self.stalled: list[Hashable] = []
         self.rejected: dict[Hashable, Verdict] = {}
 
 
 class ReferenceScheduler:
-    """One sequence at a time, in the order of the rules."""
+    """Textbook steps: one sequence at a time, in the order of the rules."""
 
     def __init__(
         self,
@@ -1143,6 +1383,7 @@ class ReferenceScheduler:
         self.wait_for_prefix = wait_for_prefix
         self.waiting: deque[tuple[Hashable, int]] = deque()
         self.running: list[Hashable] = []
+        self.stalled: list[Hashable] = []  # of the last step
 
     def add(
         self, seq: Hashable, n_tokens: Any = None, *, tokens: Any = None, namespace: Any = None
@@ -1181,6 +1422,9 @@ class ReferenceScheduler:
     def why(self, seq: Hashable) -> Verdict:
         names = [name for name, _ in self.waiting]
         if seq not in names:
+            if seq in self.stalled and seq in self.running:
+                needed, available, _ = self.bm.plan_append(self.bm.rows([seq]))
+                return Verdict(Reason.STALLED, needed, available)
             raise KeyError(seq)
         ahead = names.index(seq)
         request = self.waiting[ahead]
@@ -1210,7 +1454,12 @@ class ReferenceScheduler:
             if needed > everything:
                 return Verdict(Reason.OUTGREW_POOL, needed, everything)
         elif needed + self.watermark_blocks > everything:
-            return Verdict(Reason.NEVER_FITS, needed, everything - self.watermark_blocks)
+            return Verdict(
+                Reason.NEVER_FITS,
+                needed,
+                everything - self.watermark_blocks,
+                reserve=self.watermark_blocks,
+            )
         return None
 
     def _hits(self, request: tuple[Hashable, int]) -> list[Node]:
@@ -1233,20 +1482,37 @@ class ReferenceScheduler:
         idle = sum(1 for node in hits if self.bm.ref[node.copies[0]] == 0)
         available = self.bm.pool.available - idle
         comes_back_alone = isinstance(request, Resumed) and not self.running
+        reserve = 0 if comes_back_alone else self.watermark_blocks
         if request[0] in self.bm:
             reason = Reason.LIVE_ID
         elif self.max_running is not None and len(self.running) >= self.max_running:
             reason = Reason.MAX_RUNNING
         elif needed > available:
             reason = Reason.BLOCKS
-        elif needed + self.watermark_blocks > available and not comes_back_alone:
+        elif needed + reserve > available:
             reason = Reason.WATERMARK
         else:
             reason = Reason.FITS
-        return Verdict(reason, needed, available)
+        return Verdict(reason, needed, available, reserve=reserve)
 
     def step(self) -> ReferenceStep:
         step = ReferenceStep()
+        self._admit(step)
+        self._make_room(step)
+        for seq in self.running:
+            try:
+                (slot,), copy = self.bm.append_slots(seq, 1)
+            except OutOfBlocks:
+                step.stalled.append(seq)
+                continue
+            step.append(seq)
+            step.slots.append(slot)
+            if copy is not None:
+                step.copies.append(list(copy))
+        self.stalled = step.stalled
+        return step
+
+    def _admit(self, step: ReferenceStep) -> None:
         entered: list[ReferencePrompt] = []
         while self.waiting:
             head = self.waiting[0]
@@ -1263,47 +1529,44 @@ class ReferenceScheduler:
                     entered.append(prompt)
                 cached = self.bm.allocate(*head, tokens=prompt, resumed=isinstance(head, Resumed))
                 self.running.append(head[0])
-                step.prefills.append((head[0], head[1]))
-                step.cached.append(cached)
+                if head[1]:
+                    step.prefills.append((head[0], cached, head[1] - cached))
             else:
                 break
             self.waiting.popleft()
-        withheld: list[int] = []
-        for seq in list(self.running):
-            while seq in self.running:
-                try:
-                    (slot,), copy = self.bm.append_slots(seq, 1)
-                except OutOfBlocks:
-                    self._preempt(self.running.pop(), step, withheld)
-                else:
-                    step.append(seq)
-                    step.slots.append(slot)
-                    if copy is not None:
-                        step.copies.append(list(copy))
-                    break
-        for block in withheld:
-            self.bm.unpin(block)
-        return step
 
-    def _preempt(self, victim: Hashable, step: ReferenceStep, withheld: list[int]) -> None:
-        request = Resumed(victim, self.bm.lens[victim])
-        if self.bm.prefix_caching:
-            known: Any = self.bm.prompt_of(victim)
-            request.prompt = known
-        # An engine does the copies of a step first and in any order, so a block that one
-        # of them reads must not become the destination of another.
-        sources = {source for source, _ in step.copies}
-        for block in reversed(self.bm.block_ids[victim]):
-            if block in sources and self.bm.ref[block] == 1:
-                self.bm.pin(block)
-                withheld.append(block)
-        self.bm.free_seq(victim)
-        if victim in [name for name, _ in step.prefills]:
-            # The newest one, so it was the last to enter.
-            del step.prefills[-1], step.cached[-1]
-        never = self._why_never(request)
-        if never:
-            step.rejected[victim] = never
-        else:
-            step.preempted.append(victim)
+    def _make_room(self, step: ReferenceStep) -> None:
+        """Who yields is decided before anything is appended."""
+        if self.bm.pool.available >= len(self.running) or self._suffices([]):
+            return
+        for seq in list(self.running):
+            never = self._why_never(Resumed(seq, self.bm.lens[seq]))
+            if never:
+                self._take_out(seq, step)
+                step.rejected[seq] = never
+        victims: list[Hashable] = []
+        while not self._suffices(victims):
+            if len(self.running) - len(victims) <= 1:
+                return  # nobody yields in vain
+            victims.append(self.running[-1 - len(victims)])
+        for seq in victims:
+            request = Resumed(seq, self.bm.lens[seq])
+            if self.bm.prefix_caching:
+                known: Any = self.bm.prompt_of(seq)
+                request.prompt = known
+            self._take_out(seq, step)
+            step.preempted.append(seq)
             self.waiting.appendleft(request)
+
+    def _suffices(self, victims: list[Hashable]) -> bool:
+        """Whether all others get their tokens, if some now and some when steps have settled."""
+        others = [seq for seq in self.running if seq not in victims]
+        needed, available, coming = self.bm.plan_append(
+            self.bm.rows(others), without=self.bm.rows(victims)
+        )
+        return needed <= available + coming
+
+    def _take_out(self, seq: Hashable, step: ReferenceStep) -> None:
+        self.bm.free_seq(seq)
+        self.running.remove(seq)
+        step.prefills = [prefill for prefill in step.prefills if prefill[0] != seq]

@@ -19,6 +19,7 @@ from reference_model import ReferenceBlockManager, ReferenceScheduler
 from state import PrefixMemory, Uids, outcome, plain, prefix_snapshot, snapshot
 
 from kvcore.block_manager import BlockManager
+from kvcore.counters import Counter
 from kvcore.errors import RequestRefused
 from kvcore.scheduler import Reason, Resumed, Scheduler
 
@@ -180,7 +181,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 for scheduler in (self.twin, self.scheduler):
                     scheduler.running.remove(name)
                     scheduler.bm.free_seq(name)
-            return
+            if who % 2:
+                return
+            verb = "finish"  # a late result
         self.both(lambda scheduler: getattr(scheduler, verb)(name))
         # A late result: the second time there is nobody unless the id waits twice.
         self.both(lambda scheduler: getattr(scheduler, verb)(name))
@@ -266,6 +269,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         else:
             self.both_managers(lambda manager: getattr(manager.pool, verb)(block))
 
+    @rule(behind=st.sampled_from([0, 0, 0, 1]))
+    def fence_or_settle(self, behind: int) -> None:
+        """What is let go while a step is in flight comes back when that has settled."""
+        if self.model.newest_step > self.model.settled_step:
+            step = self.model.newest_step - behind
+            self.both_managers(lambda manager: manager.settle(step))
+        else:
+            self.both_managers(lambda manager: manager.fence())
+
     # ------------------------------------------------------------------ steps
 
     @rule()
@@ -273,8 +285,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         expected, step = self.twin.step(), self.scheduler.step()
         assert step == list(expected)
         assert step.prefills == expected.prefills
-        assert step.cached == expected.cached
         assert step.preempted == expected.preempted
+        assert step.stalled == expected.stalled
         assert step.rejected == expected.rejected
         assert step.copies.dtype == np.int32
         assert step.copies.shape == (len(expected.copies), 2)
@@ -283,26 +295,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert step.slots.tolist() == expected.slots
         assert step.rows.dtype == np.int32
         assert step.rows.tolist() == [self.core.row(seq) for seq in step]
-        assert step == self.scheduler.running
+        assert step.lengths.tolist() == [self.core.length(seq) for seq in step]
+        assert step == [seq for seq in self.scheduler.running if seq not in step.stalled]
         self.run(step)
 
     def run(self, step: Any) -> None:
         """What an engine does with a step."""
         self.memory.copy_all(step.copies.tolist(), self.model.block_size)
-        first = dict.fromkeys(step, -1)
-        for (seq, n_tokens), cached in zip(step.prefills, step.cached, strict=True):
-            assert self.core.length(seq) == n_tokens + 1, "a prefill decodes in its step"
-            assert cached == 0 or cached < n_tokens, "the last token is always computed"
+        first = {}
+        for seq, start, count in step.prefills:
+            assert count > 0, "the last token is always computed"
+            assert self.core.length(seq) == start + count + (seq in step)
             # What the manager knows is what was asked for; nobody has seen the rest yet.
             text = self.core.tokens(seq).tolist() if self.model.prefix_caching else []
-            self.more(text, n_tokens - len(text), self.among(seq))
+            self.more(text, start + count - len(text), self.among(seq))
             self.texts[seq] = text
-            first[seq] = cached
+            first[seq] = start
+            if seq not in step:
+                self.compute(seq, start)
         for seq, slot in zip(step, step.slots.tolist(), strict=True):
             assert slot == self.core.slots(seq)[-1]
             text = self.texts[seq]
             self.more(text, 1, self.among(seq))
-            self.compute(seq, len(text) - 1 if first[seq] < 0 else first[seq])
+            self.compute(seq, first.get(seq, len(text) - 1))
 
     @rule(steps=st.integers(2, 6), prompts=prompts, commits=st.sampled_from([True, True, False]))
     def steps(self, steps: int, prompts: list[int], commits: bool) -> None:
@@ -364,6 +379,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         for name in self.outsiders:
             self.core.free_seq(name)
+        self.core.settle(self.core.fence())
         pool = self.core.pool
         for block in range(pool.num_blocks):
             pool.release_many([block] * pool.pins(block))
@@ -403,54 +419,92 @@ def full_pool(running: list[str], tokens_of_d: int) -> tuple[BlockManager, Sched
 
 
 @pytest.mark.parametrize(
-    ("tokens_of_d", "copies", "decoded", "preempted"),
+    ("running", "tokens_of_d", "copies", "decoded", "preempted"),
     [
-        # Block 2 is a free gain, block 1 is withheld: "b" was just copied from it.
-        (12, [[1, 5], [3, 2]], ["b", "x"], ["d", "z"]),
-        (8, [[1, 2]], ["b"], ["d", "z", "x"]),
-        (7, [[1, 2]], ["b"], ["d", "z", "x"]),
+        # Without "d", whose block 2 is a free gain, "b" writes in place.
+        (["b", "x", "z", "d"], 12, [[3, 5], [4, 2]], ["b", "x", "z"], ["d"]),
+        (["b", "x", "z", "d"], 8, [[3, 2]], ["b", "x"], ["d", "z"]),
+        (["b", "x", "z", "d"], 7, [[3, 2]], ["b", "x"], ["d", "z"]),
+        (["b", "x", "d", "z"], 7, [[3, 2]], ["b", "x"], ["z", "d"]),
+        # Of "b" and "d", which share a block with nobody else, the last writes in place.
+        (["b", "d", "x", "z"], 7, [[1, 2]], ["b", "d"], ["z", "x"]),
     ],
 )
-def test_a_source_whose_last_holder_yields_is_no_destination_in_the_same_step(
-    tokens_of_d: int, copies: list[list[int]], decoded: list[str], preempted: list[str]
+def test_who_yields_is_decided_before_anything_is_copied(
+    running: list[str],
+    tokens_of_d: int,
+    copies: list[list[int]],
+    decoded: list[str],
+    preempted: list[str],
 ) -> None:
-    """An engine does the copies of a step in any order, wherever in the table of the one
-    that yields the source stands."""
-    bm, scheduler = full_pool(["b", "x", "z", "d"], tokens_of_d)
+    """A block that a victim shares needs no copy, and no block is taken for one."""
+    bm, scheduler = full_pool(running, tokens_of_d)
     step = scheduler.step()
     assert step.copies.tolist() == copies
     assert step == decoded
     assert step.preempted == preempted
-    assert bm.ref[1] == 0, "held no longer than the step"
+    assert bm.counters[Counter.OUT_OF_BLOCKS] == 0
     bm.check()
 
 
-def test_the_last_holder_of_a_source_writes_in_place_in_a_step_that_preempts() -> None:
-    """What is withheld from others is not withheld from the sequence that owns it."""
-    bm, scheduler = full_pool(["b", "x", "d", "z"], 7)
+def test_nobody_yields_if_that_would_not_help() -> None:
+    """An outsider holds what both lack, and what they have they share."""
+    bm = BlockManager(num_blocks=2, block_size=2)
+    scheduler = Scheduler(bm, watermark_blocks=0)
+    scheduler.add("a", 1)
+    scheduler.step()
+    scheduler.fork("a", "b")
+    bm.allocate("outsider", 1)
     step = scheduler.step()
-    assert step.copies.tolist() == [[1, 2]]
-    assert step.preempted == ["z", "d", "x"]
-    bm, scheduler = full_pool(["b", "d", "x", "z"], 7)
+    assert step == []
+    assert step.stalled == ["a", "b"]
+    assert step.preempted == []
+    assert scheduler.why("b") == (Reason.STALLED, 1, 0, 0, 0)
+    bm.free_seq("outsider")
     step = scheduler.step()
-    assert step == ["b", "d"]
-    assert step.copies.tolist() == [[1, 2]]
-    assert bm.tables["d"] == [0, 1]
-    assert step.preempted == ["z", "x"]
-    bm.check()
+    assert step == ["a"]
+    assert step.preempted == ["b"]
+    with pytest.raises(KeyError):
+        scheduler.why("a")
+
+
+def test_what_comes_when_a_step_has_settled_is_waited_for() -> None:
+    """Those who need no block decode meanwhile, and nobody yields."""
+    bm = BlockManager(num_blocks=3, block_size=2)
+    scheduler = Scheduler(bm, watermark_blocks=0)
+    bm.allocate("outsider", 2)
+    scheduler.add("a", 1)
+    scheduler.step()
+    scheduler.waiting.append(("b", 1))
+    fence = bm.fence()
+    bm.free_seq("outsider")
+    assert bm.num_available == 1
+    step = scheduler.step()
+    assert step == ["b"]
+    assert step.stalled == ["a"]
+    assert scheduler.why("a") == (Reason.STALLED, 1, 0, 0, 0)
+    bm.settle(fence)
+    step = scheduler.step()
+    assert step == ["a"]
+    assert step.preempted == ["b"]
 
 
 def test_one_without_tokens_can_yield() -> None:
     """A child of nothing has no block to give back, and that is no error."""
-    bm = BlockManager(num_blocks=1, block_size=2)
+    bm = BlockManager(num_blocks=3, block_size=2)
     scheduler = Scheduler(bm, watermark_blocks=0)
     scheduler.add("a", 1)
     scheduler.step()
     scheduler.fork("a", "b", 0)
+    bm.allocate("outsider", 1)
     step = scheduler.step()
-    assert step == []
-    assert step.rejected.keys() == {"a"}
+    assert step == ["a"]
     assert step.preempted == ["b"]
+    assert list(scheduler.waiting) == [("b", 0)]
+    bm.free_seq("outsider")
+    step = scheduler.step()
+    assert step == ["a", "b"]
+    assert step.prefills == []
 
 
 def test_a_running_one_that_was_begun_anew_is_found_in_its_new_row() -> None:
@@ -475,29 +529,29 @@ def test_why_names_every_reason() -> None:
     bm = BlockManager(num_blocks=4, block_size=4)
     scheduler = Scheduler(bm, watermark_blocks=1, max_running=2)
     scheduler.add("a", 6)
-    assert scheduler.why("a") == (Reason.FITS, 2, 4, 0)
+    assert scheduler.why("a") == (Reason.FITS, 2, 4, 0, 1)
     scheduler.step()
     scheduler.add("b", 12)
     scheduler.add("c", 5)
-    assert scheduler.why("b") == (Reason.BLOCKS, 3, 2, 0)
-    assert scheduler.why("c") == (Reason.BEHIND, 2, 2, 1)
+    assert scheduler.why("b") == (Reason.BLOCKS, 3, 2, 0, 1)
+    assert scheduler.why("c") == (Reason.BEHIND, 2, 2, 1, 1)
     scheduler.finish("b")
-    assert scheduler.why("c") == (Reason.WATERMARK, 2, 2, 0)
+    assert scheduler.why("c") == (Reason.WATERMARK, 2, 2, 0, 1)
     scheduler.finish("c")
     scheduler.add("d", 4)
     scheduler.add("e", 1)
     scheduler.step()
-    assert scheduler.why("e") == (Reason.MAX_RUNNING, 1, bm.num_available, 0)
+    assert scheduler.why("e") == (Reason.MAX_RUNNING, 1, bm.num_available, 0, 1)
     with pytest.raises(KeyError):
         scheduler.why("d")
     scheduler.waiting.appendleft(("d", 3))
     assert scheduler.why("d").reason is Reason.LIVE_ID
     scheduler.waiting.clear()
     scheduler.waiting.extend([("f", 0), ("g", 13)])
-    assert scheduler.why("f") == (Reason.BAD_LENGTH, 0, 4, 0)
+    assert scheduler.why("f") == (Reason.BAD_LENGTH, 0, 4, 0, 0)
     assert scheduler.step().rejected == {
-        "f": (Reason.BAD_LENGTH, 0, 4, 0),
-        "g": (Reason.NEVER_FITS, 4, 3, 0),
+        "f": (Reason.BAD_LENGTH, 0, 4, 0, 0),
+        "g": (Reason.NEVER_FITS, 4, 3, 0, 1),
     }
     with pytest.raises(RequestRefused):
         scheduler.add("g", 13)
@@ -510,6 +564,6 @@ def test_one_that_outgrows_the_pool_alone_is_ended_with_a_reason() -> None:
     step = scheduler.step()
     assert step == []
     assert step.prefills == []
-    assert step.rejected == {"a": (Reason.OUTGREW_POOL, 3, 2, 0)}
+    assert step.rejected == {"a": (Reason.OUTGREW_POOL, 3, 2, 0, 0)}
     assert bm.pool.num_free == 2
     assert not scheduler.waiting
