@@ -168,6 +168,7 @@ class EngineRun(ReplayRun):
             progress(len(self.samples), len(self.samples))
 
     def add(self, request: int, tokens: NDArray[np.int32] | None) -> None:
+        """Tell the scheduler of a request."""
         sequence = self.first_sequence[request]
         self.scheduler.add(
             sequence,
@@ -235,7 +236,7 @@ class EngineRun(ReplayRun):
         return tokens, int(lengths.sum())
 
     def report(self) -> None:
-        """The oldest step under way is done: its results go to the scheduler."""
+        """Report the results of the oldest step under way, which is done now."""
         step, self.now = self.pending.popleft()
         rejected = None if step.counts is None else self.rejected_drafts(step.counts)
         sampled: list[tuple[int, int]] = []
@@ -254,6 +255,7 @@ class EngineRun(ReplayRun):
             self.ended(sequence)
 
     def got_first_token(self, sequence: int) -> None:
+        """Note when a sequence got its first token, if it is the first time."""
         if self.first_token_at[sequence] is not None:
             return
         self.first_token_at[sequence] = self.now
@@ -269,7 +271,7 @@ class EngineRun(ReplayRun):
         return np.asarray(drafts - np.minimum(accepted, drafts), np.int64)
 
     def figures(self) -> EngineFigures:
-        """What a report says of the scheduler."""
+        """Return what a report says of the scheduler."""
         options, scheduler = self.options, self.scheduler
         swap = None
         if options.host_blocks:

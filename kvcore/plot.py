@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvcore.hit_rate_curve import HitRateCurve
-from kvcore.replay import ReplayResult
+from kvcore.replay_result import ReplayResult
 from kvcore.report import by_column
 from kvcore.trace import Trace
 

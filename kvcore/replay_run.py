@@ -114,6 +114,7 @@ class ReplayRun:
         self.stop_clock(start)
 
     def add_arrivals_with_tokens(self) -> None:
+        """Tell it of them while few that wait have brought their tokens."""
         while self.arrivals[self.arrived] <= self.now:
             self.arrived += 1
         while self.queued < self.arrived and len(self.scheduler.waiting) < self.most_queued:
@@ -125,6 +126,7 @@ class ReplayRun:
         self.next_add = self.arrivals[self.arrived] if self.queued == self.arrived else self.now
 
     def try_to_add(self, request: int, tokens: NDArray[np.int32] | None) -> None:
+        """Tell the scheduler of a request, or note that it was refused."""
         try:
             self.add(request, tokens)
         except RequestRefused:
@@ -153,6 +155,7 @@ class ReplayRun:
                 begin += len(ids) * self.hash_block_size
 
     def known_tokens(self, request: int) -> int:
+        """Tokens of a prompt that the trace has ids for."""
         assert self.hash_ids is not None
         n_tokens = self.prompt[self.first_sequence[request]]
         return min(n_tokens, len(self.hash_ids[request]) * self.hash_block_size)
@@ -178,6 +181,7 @@ class ReplayRun:
             self.finished_tokens += output * self.samples[request]
 
     def stop_clock(self, start: int) -> None:
+        """Add what the manager took since ``start``."""
         self.manager_ns += thread_time_ns() - start
         self.timed_calls += 1
 
@@ -187,6 +191,7 @@ class ReplayRun:
             progress(self.finished + len(self.rejected), len(self.samples))
 
     def add_point(self) -> None:
+        """Note how full the pool is now."""
         gauges = self.manager.gauges()
         if len(self.points) == MOST_POINTS:
             del self.points[1::2]
@@ -206,10 +211,12 @@ class ReplayRun:
         )
 
     def series(self) -> Series:
+        """Return the points as arrays."""
         seconds, *rest = np.array(self.points).T
         return Series(seconds, *(column.astype(np.int64) for column in rest))
 
     def prefix_hits(self, eviction: str) -> PrefixHits:
+        """Return how much of the prompts was found cached."""
         counters = self.manager.counters
         cached_tokens = int(counters[Counter.CACHED_TOKENS])
         # Those that ended for want of room had been admitted.

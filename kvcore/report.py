@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvcore.counters import Counter
 from kvcore.hit_rate_curve import HitRateCurve
-from kvcore.replay import PrefixHits, ReplayResult, Series
+from kvcore.replay_result import EngineFigures, PrefixHits, ReplayResult, Series
 from kvcore.trace import Trace
 
 __all__ = ["as_json", "as_table", "as_text_plot", "by_column"]
@@ -19,8 +20,9 @@ BLOCK_LEVELS = " ▁▂▃▄▅▆▇█"
 ASCII_LEVELS = " .:-=+*#@"
 
 
-# What the hit rates mean; printed beside them, and in the JSON.
+# What the rates mean; printed beside them, and in the JSON.
 DEFINITIONS = {
+    "goodput": "output tokens of finished requests / simulated seconds",
     "token_hit_rate": (
         "known prompt tokens in leading blocks found cached / known prompt tokens, "
         "of requests admitted for the first time"
@@ -74,6 +76,12 @@ def as_json(
             "preemptions": result.preemptions,
             "recomputed_tokens": result.recomputed_tokens,
         },
+        "goodput": {
+            "tokens_per_second": round(result.goodput, 6),
+            "finished_tokens": result.finished_tokens,
+            "definition": DEFINITIONS["goodput"],
+        },
+        "engine": _engine(result.engine),
         "memory": {
             "peak_used_blocks": result.peak_used,
             "mean_used_blocks": round(result.mean_used, 6),
@@ -99,6 +107,17 @@ def as_json(
             "manager_share_of_simulated": result.manager_share_of_simulated,
         },
     }
+
+
+def _engine(figures: EngineFigures | None) -> dict[str, Any] | None:
+    if figures is None:
+        return None
+    settings = {
+        field.name: getattr(figures, field.name)
+        for field in fields(figures)
+        if field.name not in ("counters", "stalled")
+    }
+    return {**settings, "stalled": figures.stalled, "counters": figures.counters.as_dict()}
 
 
 def _prefix_cache(hits: PrefixHits | None) -> dict[str, Any] | None:
@@ -180,6 +199,8 @@ def as_table(trace: Trace, result: ReplayResult) -> str:
         _line("copy-on-write copies", f"{work['cow_copies']:,}"),
         _line("preemptions", f"{work['preemptions']:,}"),
         _line("tokens recomputed", f"{work['recomputed_tokens']:,}"),
+        _line("goodput", f"{result.goodput:,.1f}", f"tokens/s: {DEFINITIONS['goodput']}"),
+        *_engine_lines(result.engine),
         "",
         "Memory",
         _line("peak use", f"{result.peak_used:,} blocks", f"{memory['peak_usage']:.1%}"),
@@ -214,6 +235,35 @@ def as_table(trace: Trace, result: ReplayResult) -> str:
         ),
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _engine_lines(figures: EngineFigures | None) -> list[str]:
+    if figures is None:
+        return []
+    counters = figures.counters
+    blocked = {
+        name.removeprefix("admission_blocked_"): count
+        for name, count in counters.as_dict().items()
+        if name.startswith("admission_blocked_") and count
+    }
+    why = ", ".join(f"{name} {count:,}" for name, count in blocked.items())
+    lines = [
+        "",
+        f"Engine steps of {figures.token_budget:,} tokens: {figures.order}, {figures.victim}, "
+        f"{figures.admission}",
+        _line("preempted to recompute", f"{counters.preemptions_recompute:,}", "sequences"),
+        _line("preempted to the host", f"{counters.preemptions_swap:,}", "sequences"),
+        _line("steps that admitted less", f"{sum(blocked.values()):,}", why),
+        _line("stalled", f"{figures.stalled:,}", "times a sequence sat a step out"),
+    ]
+    if figures.host_blocks:
+        moved = f"of {figures.host_blocks:,} host blocks, swap {figures.swap}"
+        out, back = counters.swap_out_blocks, counters.swap_in_blocks
+        lines.append(_line("blocks out and back", f"{out:,} {back:,}", moved))
+    if figures.draft_tokens:
+        rejected = f"{counters.rejected_draft_tokens:,} rejected"
+        lines.append(_line("drafts", f"{counters.draft_tokens:,}", rejected))
+    return lines
 
 
 def _prefix_lines(hits: PrefixHits | None) -> list[str]:

@@ -104,6 +104,7 @@ class TextbookRun(ReplayRun):
             progress(len(self.samples), len(self.samples))
 
     def add(self, request: int, tokens: NDArray[np.int32] | None) -> None:
+        """Tell the scheduler of a request."""
         sequence = self.first_sequence[request]
         self.scheduler.add(sequence, self.prompt[sequence], tokens=tokens)
 
@@ -173,6 +174,7 @@ class TextbookRun(ReplayRun):
                 self.fork(sequence, self.samples[request])
 
     def fork(self, parent: int, samples: int) -> None:
+        """Let the other samples of a prompt run."""
         start = thread_time_ns()
         for child in range(parent + 1, parent + samples):
             self.scheduler.fork(parent, child, self.prompt[parent])
@@ -184,6 +186,7 @@ class TextbookRun(ReplayRun):
             self.cells_beside_counters += self.blocks(self.prompt[parent])
 
     def finish(self, ending: list[int]) -> None:
+        """Let those end that have all their tokens."""
         start = thread_time_ns()
         for sequence in ending:
             self.scheduler.finish(sequence)
@@ -198,7 +201,9 @@ class TextbookRun(ReplayRun):
             self.ended(sequence)
 
     def length(self, sequence: int) -> int:
+        """Tokens of a running sequence."""
         return self.prompt[sequence] + max(self.output[sequence], 1) - self.appends_left[sequence]
 
     def blocks(self, tokens: int) -> int:
+        """Blocks of so many tokens."""
         return -(-tokens // self.manager.block_size)

@@ -227,6 +227,68 @@ def test_step_time_is_any_function_in_reach(
     assert document["simulated_seconds"]["total"] == 2.0 * document["work"]["steps"]
 
 
+def test_a_token_budget_makes_engine_steps(numbers: Any) -> None:
+    document = numbers("--limit", "60", "--blocks", "900", "--token-budget", "512")
+    engine = document["engine"]
+    assert (engine["order"], engine["victim"], engine["admission"]) == (
+        "FCFS", "Newest", "Watermark",
+    )  # fmt: skip
+    assert document["requests"]["finished"] == 60
+    assert engine["counters"]["finished"] == 60
+    assert engine["counters"]["admission_blocked_watermark"] > 0
+    assert numbers("--limit", "5")["engine"] is None
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "field", "expected"),
+    [
+        ("--order", "priority", "order", "Priority"),
+        ("--order", "shortest", "order", "ShortestJob"),
+        ("--order", "fair", "order", "FairShare"),
+        ("--victim", "priority", "victim", "LowestPriority"),
+        ("--victim", "cheapest", "victim", "CheapestToResume"),
+        ("--admission", "to-completion", "admission", "ToCompletion"),
+        ("--admission", "predicted-peak", "admission", "PredictedPeak"),
+        ("--host-blocks", "500", "swap", "always"),
+        ("--max-partial-prefills", "2", "max_partial_prefills", 2),
+        ("--in-flight", "1", "in_flight", 1),
+        ("--window", "300", "window", 300),
+        ("--draft-tokens", "2", "draft_tokens", 2),
+    ],
+)
+def test_every_option_of_engine_steps_reaches_the_scheduler(
+    numbers: Any, option: str, value: str, field: str, expected: Any
+) -> None:
+    small = ("--limit", "30", "--blocks", "400", "--token-budget", "256")
+    document = numbers(*small, option, value)
+    assert document["engine"][field] == expected
+    assert document["requests"]["finished"] == 30
+
+
+def test_the_victim_by_priority_brings_its_order(numbers: Any) -> None:
+    small = ("--limit", "5", "--token-budget", "256", "--victim", "priority")
+    assert numbers(*small)["engine"]["order"] == "Priority"
+    assert numbers(*small, "--order", "fair")["engine"]["order"] == "FairShare"
+
+
+def test_swap_rules_and_samples_of_engine_steps(numbers: Any) -> None:
+    small = ("--limit", "20", "--blocks", "420", "--token-budget", "256", "--n", "3")
+    document = numbers(*small, "--host-blocks", "400", "--swap", "cheapest")
+    assert document["engine"]["swap"] == "ResumeCost"
+    assert document["work"]["forks"] >= 40
+
+
+def test_the_table_of_engine_steps_says_what_was_decided(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["--token-budget", "256", "--host-blocks", "300", "--limit", "30", "--blocks", "400"]
+    assert main(["replay", *options]) == 0
+    out = capsys.readouterr().out
+    assert "Engine steps of 256 tokens: FCFS, Newest, Watermark" in out
+    assert "of 300 host blocks, swap always" in out
+    assert "goodput" in out
+
+
 # ------------------------------------------------------------------ what goes wrong
 
 
@@ -251,6 +313,16 @@ def test_step_time_is_any_function_in_reach(
         (("--memory", "a lot", "--model", "llama-3.1-8b"), "not 'a lot'"),
         (("--memory", "24GiB", "--model", "gpt-9"), "'gpt-9' is neither"),
         (("--blocks", "5", "--watermark", "5"), "--watermark 5 leaves nothing of 5 blocks"),
+        (("--order", "fair"), "--order needs a --token-budget"),
+        (("--in-flight", "1"), "--in-flight needs a --token-budget"),
+        (("--token-budget", "8", "--max-running", "9"), "--token-budget 8 is too little for 9"),
+        (("--token-budget", "8", "--swap", "cheapest"), "--swap cheapest needs --host-blocks"),
+        (
+            ("--token-budget", "8", "--draft-tokens", "1", "--in-flight", "1"),
+            "do not go together",
+        ),
+        (("--token-budget", "8", "--acceptance", "1.5"), "expected a number from 0 to 1"),
+        (("--token-budget", "8", "--victim", "oldest"), "invalid choice: 'oldest'"),
         (("--step-time", "nonsense"), "module:function, not 'nonsense'"),
         (("--step-time", "no_such_module:step"), "No module named 'no_such_module'"),
         (("--step-time", "math:pi"), "'math:pi' is not a callable"),
@@ -299,7 +371,7 @@ def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvcore.cli.replay", interrupted)
+    monkeypatch.setattr("kvcore.cli_replay.replay", interrupted)
     assert main(SMALL) == 130
 
 

@@ -84,6 +84,7 @@ def test_the_keys_of_the_json_stay(
             "steps", "prefill_tokens", "generated_tokens", "appends", "blocks_taken", "forks",
             "cow_copies", "preemptions", "recomputed_tokens",
         ),
+        "goodput": ("tokens_per_second", "finished_tokens", "definition"),
         "memory": (
             "peak_used_blocks", "mean_used_blocks", "peak_usage", "mean_usage",
             "internal_fragmentation", "sharing_ratio",
@@ -107,6 +108,7 @@ def test_the_keys_of_the_json_stay(
         ),
     }  # fmt: skip
     document = as_json(sharing_load, sharing, curve)
+    assert document.pop("engine") is None
     assert {key: tuple(value) for key, value in document.items()} == expected
     for name in expected["simulated_seconds"][1:]:
         assert tuple(document["simulated_seconds"][name]) == distribution
