@@ -28,6 +28,7 @@ from state import (
 )
 
 from kvcore.block_manager import BlockManager
+from kvcore.counters import Counter
 from kvcore.pool import BlockPool
 
 NAMES: list[Hashable] = [
@@ -118,6 +119,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     num_managers = 1
     fenced = False
+    windowed = False
 
     @initialize(
         num_blocks=st.one_of(st.integers(1, 16), st.integers(17, 70)),
@@ -220,6 +222,109 @@ class ManagerMachine(RuleBasedStateMachine):
         for seq, slot in zip(seqs[:served], out.tolist(), strict=False):
             self.memory.write((self.which, seq), [slot], self.size)
 
+    def some(self, chooser: int) -> list[Hashable]:
+        """Live sequences in an order that is not theirs."""
+        live = list(self.model)
+        return [*live[chooser % 5 :], *live[: chooser % 5]][: 1 + chooser // 5 % 7]
+
+    def append_counts(self, chooser: int, numbers: int) -> None:
+        """A batch with drafts: several tokens a row; the plan is what it then takes."""
+        seqs = self.some(chooser)
+        counts = [1 + (numbers >> place) % (2 * self.size) for place in range(len(seqs))]
+        out = np.full(sum(counts) + numbers % 3, -7, np.int64)
+        expected_out = [-7] * len(out)
+        before = int(self.core.counters[Counter.BLOCKS_TAKEN])
+        plan = self.core.plan_append(self.core.rows(seqs), np.array(counts, np.int32))
+        expected = self.model.append_batch(self.model.rows(seqs), expected_out, counts)
+        served, copies = self.core.append_batch(
+            self.core.rows(seqs), out, np.array(counts, np.int32)
+        )
+        assert (served, plain(copies)) == expected
+        assert out.tolist() == expected_out
+        taken = int(self.core.counters[Counter.BLOCKS_TAKEN]) - before
+        assert (served == len(seqs)) == (plan.needed <= plan.available)
+        assert taken == plan.needed if served == len(seqs) else taken <= plan.available
+        self.memory.copy_all([] if copies is None else copies.tolist(), self.size)
+        for seq, count in zip(seqs[:served], counts, strict=False):
+            slots, expected_out = expected_out[:count], expected_out[count:]
+            self.memory.write((self.which, seq), slots, self.size)
+
+    def plan_append(self, chooser: int, numbers: int) -> None:
+        seqs = self.some(chooser)
+        cut = numbers % (len(seqs) + 1)
+        seqs, gone = seqs[cut:], seqs[:cut]
+        counts = [1 + (numbers >> place) % (2 * self.size) for place in range(len(seqs))]
+        if numbers % 2:
+            counts = [1] * len(seqs)
+        given = None if numbers % 2 else np.array(counts, np.int32)
+        plan = self.core.plan_append(
+            self.core.rows(seqs), counts=given, without=self.core.rows(gone)
+        )
+        rows, without = self.model.rows(seqs), self.model.rows(gone)
+        assert tuple(plan) == self.model.plan_append(rows, counts, without)
+        assert tuple(plan) == self.model.plan_by_doing(rows, counts, without)
+
+    def truncate_batch(self, chooser: int, numbers: int) -> None:
+        seqs = self.some(chooser)
+        lengths = [
+            max(0, self.model.lens[seq] - (numbers >> place) % (self.size + 2))
+            for place, seq in enumerate(seqs)
+        ]
+        if numbers % 16 == 8:
+            seqs, lengths = [*seqs, seqs[0]] if seqs else [], [*lengths, *lengths[:1]]
+        rows, core_rows = self.model.rows(seqs), self.core.rows(seqs)
+        expected = outcome(self.model.truncate_batch, rows, lengths)
+        assert outcome(self.core.truncate_batch, core_rows, np.array(lengths, np.int32)) == expected
+        if expected[0] == "returned":
+            for seq, length in zip(seqs, lengths, strict=True):
+                del self.memory.tokens[self.which, seq][length:]
+
+    def slide(self, chooser: int, numbers: int) -> None:
+        """Exactly the blocks wholly outside go; all that the window or a sink sees stays."""
+        seqs = self.some(chooser)
+        window, sinks = 1 + numbers % (2 * self.size), numbers // 7 % 3 * (numbers % 5)
+        lengths = [max(0, self.model.lens[seq] - (numbers >> 5) % 3) for seq in seqs]
+        expected = self.model.release_outside_window(self.model.rows(seqs), lengths, window, sinks)
+        released = self.core.release_outside_window(
+            self.core.rows(seqs), np.array(lengths, np.int32), window, sinks
+        )
+        assert released == expected
+
+    def swap(self, name: int, numbers: int) -> None:
+        """Out, with a copy of what it has for itself, and in again."""
+        seq = self.pick(name, live=True)
+        exclusive = self.both(lambda manager: manager.exclusive_blocks(seq))
+        if exclusive[0] != "returned":
+            return
+        table, length = list(self.model.block_ids[seq]), self.model.lens[seq]
+        contents = [
+            [self.memory.contents.get((block, offset)) for offset in range(self.size)]
+            for block in table
+        ]
+        kept = [column for column in range(len(table)) if column not in exclusive[1]]
+        pinned = [table[column] for column in kept if table[column] >= 0]
+        for block in pinned:
+            self.both(lambda manager, block=block: manager.pin(block))
+        self.both(lambda manager: manager.free_seq(seq))
+        self.equal_but_for(seq)
+        blocks = [table[column] for column in kept]
+        if numbers % 8 == 0:
+            self.both(lambda manager: manager.pool.take_many(numbers // 8 % 4))
+        result = self.both(lambda manager: manager.restore(seq, length, kept, blocks))
+        for block in pinned:
+            self.both(lambda manager, block=block: manager.unpin(block))
+        if result[0] != "returned":
+            del self.memory.tokens[self.which, seq]
+            return
+        for column, block in zip(exclusive[1], result[1], strict=True):
+            for offset in range(self.size):
+                self.memory.contents[block, offset] = contents[column][offset]
+
+    def equal_but_for(self, seq: Hashable) -> None:
+        tokens = self.memory.tokens.pop((self.which, seq))
+        self.equal()
+        self.memory.tokens[self.which, seq] = tokens
+
     def truncate(self, name: int, keep: int) -> None:
         seq = self.pick(name, live=True)
         n_tokens = keep % (self.model.lens.get(seq, 3) + 2)
@@ -302,12 +407,14 @@ class ManagerMachine(RuleBasedStateMachine):
         *["truncate"] * 2,
         *["free_seq"] * 3,
         *["reorder", "pin", "keep", "keep_table", "take_or_release_pins", "drain", "take_view"],
+        *["append_counts", "plan_append", "truncate_batch", "swap"] * 2,
     )
+    window_verbs = ("slide",) * 4
     fence_verbs = (*["fence"] * 3, *["settle"] * 3)
 
     @rule(data=st.data())
     def work(self, data: st.DataObject) -> None:
-        verbs = self.verbs + self.fence_verbs * self.fenced
+        verbs = self.verbs + self.fence_verbs * self.fenced + self.window_verbs * self.windowed
         operation = st.tuples(index, st.sampled_from(verbs), index, index)
         for which, verb, first, second in data.draw(st.lists(operation, min_size=5, max_size=15)):
             self.use(which)
@@ -443,7 +550,7 @@ class ManagerMachine(RuleBasedStateMachine):
             self.both(call)
         assert outcome(self.core.row, seq)[0] == outcome(self.core.rows, [seq])[0]
         if seq in self.core:
-            assert self.core.slots(seq).dtype == np.int64
+            assert self.core.slots(seq, self.core.length(seq)).dtype == np.int64
             assert self.core.rows([seq]).tolist() == [self.core.row(seq)]
 
     @rule(which=index, name=index, n_tokens=small, watermark=st.integers(0, 4))
@@ -524,6 +631,18 @@ class SharedPoolMachine(FencedManagerMachine):
     num_managers = 2
 
 
+class WindowMachine(ManagerMachine):
+    """Tables with holes, whatever else happens to them."""
+
+    windowed = True
+
+
+class SharedWindowMachine(SharedPoolMachine):
+    """The same with a fence and a second manager."""
+
+    windowed = True
+
+
 def test_a_manager_that_dies_gives_back_all_that_it_held() -> None:
     """Tables and fence; what Python code pinned stays pinned, the other manager's too."""
     pool = BlockPool(12)
@@ -550,3 +669,5 @@ TestPool = PoolMachine.TestCase
 TestManager = ManagerMachine.TestCase
 TestFencedManager = FencedManagerMachine.TestCase
 TestSharedPool = SharedPoolMachine.TestCase
+TestWindow = WindowMachine.TestCase
+TestSharedWindow = SharedWindowMachine.TestCase

@@ -1,0 +1,107 @@
+"""A sequence that comes back with some of its blocks, and new ones for the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from state import snapshot
+
+from kvcore.block_manager import BlockManager
+from kvcore.errors import OutOfBlocks
+
+
+def test_a_table_comes_back_around_the_blocks_that_stayed() -> None:
+    """Out: what "a" has for itself. In: the same content, found again once it is settled."""
+    bm = BlockManager(12, 2, prefix_caching=True)
+    bm.allocate("a", tokens=range(9))
+    bm.commit("a")
+    bm.fork("a", "b", 4)
+    assert bm.exclusive_blocks("a").tolist() == [2, 3, 4]
+    prompt, kept = bm.prompt_of("a"), bm.tables["a"].tolist()[:2]
+    bm.free_seq("a")
+    bm.evict(12)
+    fresh = bm.restore("a", 9, [0, 1], kept, tokens=prompt)
+    assert bm.tables["a"] == [*kept, *fresh.tolist()]
+    assert bm.tokens("a").tolist() == list(range(9))
+    assert bm.match(range(9)) == 4, "nothing is found before it is settled"
+    bm.commit("a")
+    assert bm.match(range(9)) == 8
+    bm.check()
+
+
+def test_what_was_written_before_a_reset_is_not_published_after_it() -> None:
+    bm = BlockManager(12, 2, prefix_caching=True)
+    bm.allocate("a", tokens=range(8))
+    prompt = bm.prompt_of("a")
+    bm.free_seq("a")
+    bm.reset()
+    bm.restore("a", 8, [], [], tokens=prompt)
+    assert bm.commit("a") == 0
+    bm.check()
+
+
+BAD: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
+    "live": (("a", 4, [], []), ValueError),
+    "negative": (("new", -1, [], []), ValueError),
+    "no integer": (("new", 1.5, [], []), TypeError),
+    "fewer blocks": (("new", 4, [0, 1], [0]), ValueError),
+    "descending": (("new", 4, [1, 0], [0, 1]), ValueError),
+    "a column twice": (("new", 4, [0, 0], [0, 1]), ValueError),
+    "past the table": (("new", 4, [2], [0]), ValueError),
+    "a negative column": (("new", 4, [-1], [0]), ValueError),
+    "a free block": (("new", 4, [0], [5]), ValueError),
+    "past the pool": (("new", 4, [0], [8]), ValueError),
+    "a hole where it writes": (("new", 3, [1], [-1]), ValueError),
+    "no room": (("new", 40, [0], [0]), OutOfBlocks),
+}
+
+
+@pytest.mark.parametrize(("arguments", "error"), BAD.values(), ids=list(BAD))
+def test_a_bad_argument_changes_nothing(arguments: Any, error: type[Exception]) -> None:
+    bm = BlockManager(8, 2)
+    bm.allocate("a", 4)
+    before = snapshot(bm)
+    with pytest.raises(error):
+        bm.restore(*arguments)
+    after = snapshot(bm)
+    if error is OutOfBlocks:
+        del before["counters"], after["counters"]
+    assert after == before
+    bm.check()
+
+
+def test_the_counts_of_a_batch_are_checked() -> None:
+    bm = BlockManager(8, 2)
+    bm.allocate("a", 3)
+    rows, out = bm.rows(["a"]), np.full(4, -7, np.int64)
+    bad: list[tuple[Any, type[Exception]]] = [
+        (np.array([0], np.int32), ValueError),
+        (np.array([-1], np.int32), ValueError),
+        (np.array([1, 1], np.int32), ValueError),
+        (np.array([5], np.int32), ValueError),  # more than out has
+        (np.array([2**31 - 1], np.int32), ValueError),
+        (np.array([1], np.int64), TypeError),
+        ([1], TypeError),
+    ]
+    before = snapshot(bm)
+    for counts, error in bad:
+        with pytest.raises(error):
+            bm.append_batch(rows, out, counts)
+        assert snapshot(bm) == before
+        assert (out == -7).all()
+    for call in (
+        lambda: bm.plan_append(rows, without=rows),
+        lambda: bm.plan_append(np.array([0, 0], np.int32)),
+        lambda: bm.plan_append(np.array([1], np.int32)),
+        lambda: bm.truncate_batch(rows, np.array([4], np.int32)),
+        lambda: bm.truncate_batch(rows, np.array([-1], np.int32)),
+        lambda: bm.truncate_batch(np.array([0, 0], np.int32), np.array([1, 1], np.int32)),
+        lambda: bm.lengths_of(np.array([3], np.int32)),
+    ):
+        with pytest.raises(ValueError, match=r"rows|without|lengths"):
+            call()
+        assert snapshot(bm) == before
+    assert bm.lengths_of(rows).tolist() == [3]
+    bm.check()
