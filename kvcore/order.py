@@ -121,9 +121,9 @@ class FairShare(Order):
 
     Every tenant has a counter of the tokens spent on it, divided by its weight. While two
     tenants wait all the time, their counters differ by no more than a prompt and what runs
-    for one of them. Who returns after a pause, or is new, begins at the counter of whom
-    was served last: nobody saves up what he did not ask for. Tokens computed again after a
-    preemption are on nobody's account.
+    for one of them. Who returns after a pause, or is new, begins at the least counter of
+    those that wait: nobody saves up what he did not ask for, and tenants that come and go
+    keep nobody out. Tokens computed again after a preemption are on nobody's account.
 
     Parameters
     ----------
@@ -132,11 +132,8 @@ class FairShare(Order):
 
     Notes
     -----
-    After the virtual token counter of Sheng et al., "Fairness in Serving Large Language
-    Models", OSDI 2024. They lift a newcomer to the least counter of those that wait; this
-    lifts to the last one served, as start-time fair queueing does (Goyal et al., SIGCOMM
-    1996), which is never more and needs no notice of arrivals. They also suggest to count
-    generated tokens double; here all tokens count alike.
+    The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models",
+    OSDI 2024. They also suggest to count generated tokens double; here all count alike.
     """
 
     def __init__(self, weights: Mapping[Hashable, float] | None = None) -> None:
@@ -147,6 +144,7 @@ class FairShare(Order):
         self._served: dict[Hashable, float] = {}
         self._floor = 0.0
         self._next: Request | None = None
+        self._behind: set[Hashable] = set()
         self._most_counters = 64
 
     def counter(self, tenant: Hashable) -> float:
@@ -162,17 +160,22 @@ class FairShare(Order):
 
         place = _least(waiting, rank)
         self._next = waiting[place]
+        self._behind = {request.tenant for request in waiting if request is not self._next}
         return place
 
     def charge(self, request: Request, n_tokens: int) -> None:
-        """Add to the counter of its tenant. Amortised O(1)."""
-        before = self.counter(request.tenant)
-        if request is self._next:  # it enters
+        """Add to the counter of its tenant. O(tenants that wait)."""
+        enters = request is self._next
+        if not (enters and isinstance(request, Resumed)):
+            tokens = n_tokens / self._weights.get(request.tenant, 1)
+            self._served[request.tenant] = self.counter(request.tenant) + tokens
+        if enters:
             self._next = None
-            self._floor = before
-            if isinstance(request, Resumed):
-                return
-        self._served[request.tenant] = before + n_tokens / self._weights.get(request.tenant, 1)
+            known = self._behind & self._served.keys()
+            begin = min(map(self.counter, known), default=self._floor)
+            for tenant in self._behind - known:  # once, or they would be lifted on and on
+                self._served[tenant] = begin
+            self._floor = min(map(self.counter, self._behind or {request.tenant}))
         if len(self._served) > self._most_counters:  # forget who would begin anew anyway
             self._served = {who: n for who, n in self._served.items() if n > self._floor}
             self._most_counters = 2 * len(self._served) + 64
