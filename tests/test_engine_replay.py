@@ -182,14 +182,14 @@ def test_a_window_needs_fewer_blocks() -> None:
 
 def test_priorities_and_tenants_reach_the_scheduler() -> None:
     """One at a time: the more important of those that wait, or whoever has had less."""
-    load = trace((0, 8, 4), *[(0.1, 8, 4)] * 2)
+    load = trace((0, 8, 4), (0.1, 8, 10), (0.1, 8, 4))
     load = replace(load, priorities=np.array([0, 0, 5]), tenants=np.array([1, 1, 2]))
     for order in (Priority, FairShare):
         result = replay(
             load, num_blocks=50, max_running=1, engine=EngineOptions(8, order=order),
             step_time=lambda *_: 1.0,
         )  # fmt: skip
-        # In order of admission: the third before the second.
+        # In order of admission: the third and then the second, which runs for longer.
         assert result.waiting_seconds.tolist() == pytest.approx([0.0, 3.9, 7.9])
         assert figures(result).order == order.__name__
     sizes = trace((0, 8, 4), (0.1, 8, 40), (0.1, 8, 4))
