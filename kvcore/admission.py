@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kvcore.request import Resumed
 from kvcore.running_rows import UNLIMITED
 
 if TYPE_CHECKING:
@@ -106,9 +105,9 @@ class PredictedPeak(Admission):
     that begins at 2,048 with the weight of a new length falling from 0.5 to 0.04, and
     lengths below 64 taken for 64. LightLLM adds up tokens; this counts blocks.
 
-    Blocks that are shared now are taken to be shared among fewer in the proportion in
-    which sequences end. That the prompt of a newcomer takes some steps is left out. With a
-    sliding window, where sequences hardly grow, the sum of what is left to grow is kept.
+    What is shared now is taken off everybody in proportion to its blocks. That the prompt
+    of a newcomer takes some steps is left out. With a sliding window, where sequences
+    hardly grow, the sum of what is left to grow is kept.
     """
 
     def __init__(self, expected_tokens: int = 2048) -> None:
@@ -130,7 +129,7 @@ class PredictedPeak(Admission):
             return 0
         new = [(request, request.width)]
         new += [(parent, len(parent.siblings)) for parent in view.forming]
-        lengths, prompts, limits = np.empty((3, n + sum(count for _, count in new)), np.int32)
+        lengths, prompts, limits = np.empty((3, n + sum(count for _, count in new)), np.int64)
         lengths[:n], prompts[:n], limits[:n] = view.lengths, view.prompt_tokens, view.limits
         places = []
         for one, count in new:
@@ -147,31 +146,36 @@ class PredictedPeak(Admission):
             finals = lengths + left
             return _growth(request, view, finals[: len(view.seqs)], finals[places].tolist())
 
-        size = view.block_size
-        cells = int(((lengths + (size - 1)) // size).sum())
-        held = view.bm.pool.num_used + blocks_to_enter(request, size)
-        held += sum(count for one, count in new[1:] if one.n_tokens % size)
-        surplus = max(cells - held, 0)
-        return max(peak_blocks(lengths, left, size, surplus) - (cells - surplus), 0)
+        # Take off what is shared: of those that run in proportion to their blocks, of the
+        # siblings to come the whole prompt.
+        size, n = view.block_size, len(view.seqs)
+        cells = (lengths[:n] + (size - 1)) // size
+        now = int(cells.sum())
+        surplus = now - view.bm.pool.num_used
+        if surplus > 0:
+            cells *= surplus
+            cells //= now
+            lengths[:n] -= cells * size
+            now -= int(cells.sum())
+        for place, (one, count) in zip(places, new, strict=True):
+            own = 1 if one is request else 0
+            lengths[place + own : place + count] -= one.n_tokens // size * size
+        now += sum(-(-one // size) for one in lengths[n:].tolist())
+        return max(peak_blocks(lengths, left, size) - now, 0)
 
 
-def peak_blocks(
-    lengths: NDArray[np.int32], left: NDArray[np.int32], block_size: int, surplus: int = 0
-) -> int:
+def peak_blocks(lengths: NDArray[np.int64], left: NDArray[np.int64], block_size: int) -> int:
     """Return the most blocks that sequences are going to hold at once.
 
     A sequence of ``lengths[i]`` tokens that gets ``left[i]`` more, one a step, holds
     ``ceil((lengths[i] + t) / block_size)`` blocks after step ``t``, and none once
-    ``t > left[i]``. While ``alive`` of all ``n`` are left, they share ``surplus *
-    (alive - 1) // (n - 1)`` of these.
+    ``t > left[i]``.
 
     Parameters
     ----------
     lengths, left : ndarray
-        int32 ``(n,)``, at least 0. Not empty.
+        int64 ``(n,)``, at least 0 and below 2**31. Not empty.
     block_size : int
-    surplus : int
-        Blocks by which the sum over the sequences exceeds what they hold together now.
 
     Notes
     -----
@@ -180,11 +184,9 @@ def peak_blocks(
     them at every moment, and with that the blocks up to one a sequence. Only moments that
     come so near to the peak are counted exactly, from how many of the ``k`` lengths have
     which remainder. O(n * log(n) + near * block_size), where near is at most n and as a
-    rule a few; 0.15 ms for 1,024.
+    rule a few.
     """
-    n = len(lengths)
-    keys = left.astype(np.int64)
-    keys <<= 31
+    keys = left << 31
     keys += lengths
     keys.sort()
     keys = keys[::-1]
@@ -192,18 +194,13 @@ def peak_blocks(
     tokens = keys & (2**31 - 1)
     tokens += block_size - 1  # so that a sum divided by block_size is rounded up
 
-    is_last = np.empty(n, np.bool_)  # of those that leave together
-    is_last[-1] = True
-    np.not_equal(left[1:], left[:-1], out=is_last[:-1])
-    last = is_last.nonzero()[0]
-    alive, t = last + 1, left[last]
-    total = tokens.cumsum()[last]
-    most = alive * (t - surplus * block_size // max(n - 1, 1))
-    most += total
+    alive = np.arange(1, len(keys) + 1)
+    most = alive * left
+    most += tokens.cumsum()
     top = most.argmax()
-    near = (most > most[top] - block_size * (alive[top] + 1)).nonzero()[0]
+    near = (most > most[top] - block_size * alive[top]).nonzero()[0]
 
-    alive, t, total = alive[near], t[near], total[near]
+    alive, t = alive[near], left[near]
     tokens = tokens[: alive[-1]]
     moment_and_rest = np.zeros(len(tokens), np.int64)
     moment_and_rest[alive[:-1]] = block_size
@@ -213,30 +210,15 @@ def peak_blocks(
     counts = np.bincount(moment_and_rest, minlength=len(near) * block_size)
     counts = counts.reshape(-1, block_size).cumsum(axis=0)
     unused = np.einsum("ij,ij->i", counts, _rests(block_size)[t % block_size])
-    held = (total + alive * t - unused) // block_size
-    held -= surplus * (alive - 1) // max(n - 1, 1)
-    return int(held.max())
+    return int((most[near] - unused).max()) // block_size
 
 
 @lru_cache(maxsize=8)
 def _rests(block_size: int) -> NDArray[np.int64]:
-    """Cell ``(i, j)`` is ``(i + j) % block_size``."""
+    """Return a table whose cell ``(i, j)`` is ``(i + j) % block_size``."""
     places = np.arange(block_size)
     rests: NDArray[np.int64] = (places + places[:, None]) % block_size
     return rests
-
-
-def blocks_to_enter(request: Request, block_size: int) -> int:
-    """Blocks that a request holds once it has entered, cached ones included.
-
-    One for each sibling is among them: it writes its first token into its own. Those
-    that return have room for their next token.
-    """
-    if not isinstance(request, Resumed):
-        return -(-request.n_tokens // block_size) + len(request.siblings)
-    shared = request.prompt_tokens // block_size
-    blocks = -(-(request.n_tokens + 1) // block_size) + len(request.siblings)
-    return blocks + sum(-(-(one.n_tokens + 1) // block_size) - shared for one in request.others)
 
 
 def _final_tokens(request: Request) -> int:
@@ -266,11 +248,13 @@ def _growth(
     total = int(more.sum()) + _tails_to_copy(view, finals > view.lengths)
     for parent, final in zip(view.forming, new_finals[1:], strict=True):
         own = -(-final // size) - parent.n_tokens // size
-        total += len(parent.siblings) * min(own, most)
+        total += len(parent.siblings) * min(own, most) + (view.ahead > 1)
     shared = request.prompt_tokens // size
     own = shared + request.width * (-(-new_finals[0] // size) - shared)
-    own -= blocks_to_enter(request, size)
+    own -= request.blocks_to_enter(size)
     own = min(own, request.width * max(most - request.n_tokens // size, lag))
+    if request.width > 1 and view.ahead > 1:
+        own += 1  # see _tails_to_copy
     return total + max(own, 0)
 
 
@@ -283,7 +267,10 @@ def _held(view: RunningView, blocks: NDArray[Any]) -> NDArray[Any]:
 
 
 def _tails_to_copy(view: RunningView, grows: NDArray[np.bool_]) -> int:
-    """Blocks that are not full and shared, which all but the last to write have to copy."""
+    """Count the copies that have to be made of blocks that are not full and shared.
+
+    The last one to write needs none, unless a step in flight holds the block as well.
+    """
     places = np.flatnonzero(grows & (view.lengths % view.block_size != 0))
     columns = view.lengths[places] // view.block_size
     tails = view.bm.block_tables[view.rows[places], columns]
@@ -291,4 +278,6 @@ def _tails_to_copy(view: RunningView, grows: NDArray[np.bool_]) -> int:
     if not (references > 1).any():
         return 0
     blocks, writers = np.unique(tails[references > 1], return_counts=True)
+    if view.ahead > 1:
+        return int(writers.sum())
     return int((writers - (view.bm.ref[blocks] == writers)).sum())
