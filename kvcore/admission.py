@@ -160,8 +160,9 @@ class PredictedPeak(Admission):
         for place, (one, count) in zip(places, new, strict=True):
             own = 1 if one is request else 0
             lengths[place + own : place + count] -= one.n_tokens // size * size
-        now += sum(-(-one // size) for one in lengths[n:].tolist())
-        return max(peak_blocks(lengths, left, size) - now, 0)
+        now += sum(-(-int(one) // size) for one in lengths[n:])
+        peak = peak_blocks(lengths, left, size)
+        return max(peak - now, 0)
 
 
 def peak_blocks(lengths: NDArray[np.int64], left: NDArray[np.int64], block_size: int) -> int:
