@@ -93,6 +93,9 @@ def drive(scheduler: Scheduler, rng: random.Random, n_requests: int) -> None:
         if name < n_requests:
             siblings = tuple(f"{name}.{i}" for i in range(rng.choice([0, 0, 1, 2])))
             n_tokens, most = rng.randint(1, 12), rng.randint(1, 9)
+            bm = scheduler.bm
+            if (1 + len(siblings)) * -(-(n_tokens + most) // bm.block_size) > bm.num_blocks:
+                siblings = ()
             with suppress(RequestRefused):
                 scheduler.add(name, n_tokens, max_tokens=most, siblings=siblings)
         step = scheduler.step()
