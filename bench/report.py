@@ -95,7 +95,7 @@ def number(value: float) -> str:
 def ratio_head() -> str:
     """Column titles of ``ratio_line``."""
     return (
-        f"{'':{NAME_WIDTH}}{'ns min':>9}{'median':>9}{'noise':>7}"
+        f"{'':{NAME_WIDTH}}{'ns min':>10}{'median':>10}{'noise':>7}"
         f"{'x no-op':>14}{'x append+pop':>16}{'reference x':>14}  target"
     )
 
@@ -110,7 +110,7 @@ def ratio_line(timing: Timing) -> str:
     reference = timing.ratios("reference")
     pairs.append("" if reference is None else "/".join(number(1 / ratio) for ratio in reference))
     line = (
-        f"{timing.row.name:{NAME_WIDTH}}{number(subject.minimum):>9}{number(subject.median):>9}"
+        f"{timing.row.name:{NAME_WIDTH}}{number(subject.minimum):>10}{number(subject.median):>10}"
         f"{subject.noise:>7.0%}{pairs[0]:>14}{pairs[1]:>16}{pairs[2]:>14}"
     )
     target = timing.row.target
