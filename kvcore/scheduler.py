@@ -201,6 +201,7 @@ class Scheduler:
             raise ValueError(f"swap is {swap!r}, but there is no host")
         tier = None if host is None else HostTier(bm, host)
         self.options = options
+        self.max_running = options.max_running
         self.order = FCFS() if order is None else order
         self.victim = Newest() if victim is None else victim
         self.admission = Watermark(self.watermark_blocks) if admission is None else admission

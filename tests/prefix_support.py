@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from scenario_support import Checked, manager_state, refused
+from scenario_support import Checked, admitted, found_cached, manager_state, refused
 
 from kvcore import BlockManager, BlockPool, Counter, OutOfBlocks, Scheduler, Step
 from kvcore.prefix_index import Identity, PrefixIndex
@@ -149,8 +149,8 @@ def engine_step(bm: BlockManager, scheduler: Scheduler, decoded: Mapping[Hashabl
     ``decoded``: the token that each sequence decodes.
     """
     step = scheduler.step()
-    assert len(step.cached) == len(step.prefills)
-    for seq, _ in step.prefills:
+    assert len(found_cached(step)) == len(admitted(step))
+    for seq, _ in admitted(step):
         bm.commit(seq)
     for seq in step:
         bm.commit(seq, [decoded[seq]])

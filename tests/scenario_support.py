@@ -13,10 +13,20 @@ import numpy as np
 import pytest
 from state import snapshot
 
-from kvcore import BlockManager, BlockPool, Counter, OutOfBlocks, Scheduler
+from kvcore import BlockManager, BlockPool, Counter, OutOfBlocks, Scheduler, Step
 
 Copies = list[tuple[int, int]]
 Append = Callable[[BlockManager, Hashable, int], tuple[list[int], Copies]]
+
+
+def admitted(step: Step) -> list[tuple[Hashable, int]]:
+    """Who is admitted in a textbook step, and how many tokens it has."""
+    return [(seq, start + count) for seq, start, count in step.prefills]
+
+
+def found_cached(step: Step) -> list[int]:
+    """How many of those tokens were found cached."""
+    return [start for _, start, _ in step.prefills]
 
 
 class Checked:

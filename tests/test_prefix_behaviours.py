@@ -30,7 +30,14 @@ from prefix_support import (
     sharing_scheduler,
     words,
 )
-from scenario_support import Append, blocks_with_a_middle, every_append, every_block_size, refused
+from scenario_support import (
+    Append,
+    blocks_with_a_middle,
+    every_append,
+    every_block_size,
+    found_cached,
+    refused,
+)
 
 from kvcore import BlockManager, BlockPool, Counter, OutOfBlocks
 from kvcore.identity import Media, Namespace
@@ -234,11 +241,11 @@ def test_equal_prompts_of_one_batch_are_private_and_the_next_one_hits(
     for number in range(4):
         scheduler.add(number, tokens=prompt)
     step = engine_step(bm, scheduler, dict.fromkeys(range(4), 900))
-    assert step.cached == [0] * 4
+    assert found_cached(step) == [0] * 4
     assert len({block for number in range(4) for block in bm.tables[number][:3]}) == 12
     scheduler.add("late", tokens=prompt)
     step = engine_step(bm, scheduler, dict.fromkeys([*range(4), "late"], 901))
-    assert step.cached == [2 * block_size]
+    assert found_cached(step) == [2 * block_size]
 
 
 # ---------------------------------------------------------------- eviction

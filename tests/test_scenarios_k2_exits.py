@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from scenario_support import (
     Append,
+    admitted,
     checked_manager,
     checked_pool,
     checked_scheduler,
@@ -176,7 +177,7 @@ def test_K2_07_a_request_that_ends_on_its_first_step_gives_back_blocks_and_row(
         scheduler.add(request, 5)
         step = scheduler.step()
         assert step == [request]
-        assert step.prefills == [(request, 5)]
+        assert admitted(step) == [(request, 5)]
         assert bm.row(request) == 0
         assert getattr(scheduler, leave)(request)
         assert len(bm) == 0
@@ -369,5 +370,5 @@ def test_K2_15_a_failed_return_leaves_the_preempted_sequence_waiting_and_whole(
         bm.unpin(block)
     step = scheduler.step()
     assert step == ["A"]
-    assert step.prefills == [("A", entry.n_tokens)]
+    assert admitted(step) == [("A", entry.n_tokens)]
     assert bm.lens["A"] == entry.n_tokens + 1

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from scenario_support import (
     Append,
+    admitted,
     append_in_bulk,
     append_singly,
     blocks_with_a_middle,
@@ -269,7 +270,7 @@ def test_K3_09_a_return_recomputes_the_generated_tokens_with_the_prompt(
     assert entry.n_tokens == prompt + generated
     scheduler.finish("older")
     step = scheduler.step()
-    assert step.prefills == [("A", prompt + generated)]
+    assert admitted(step) == [("A", prompt + generated)]
     positions = bm.slots("A", prompt, prompt + generated)
     assert len(positions) == generated
     assert step.slots.tolist() == bm.slots("A", prompt + generated).tolist()

@@ -33,10 +33,12 @@ from prefix_support import (
 )
 from scenario_support import (
     Append,
+    admitted,
     blocks_with_a_middle,
     checked_manager,
     every_append,
     every_block_size,
+    found_cached,
     manager_state,
     out_of_blocks,
     refused,
@@ -386,12 +388,12 @@ def test_K4_08_a_request_of_the_same_step_computes_it_or_waits_one_step_and_hits
         assert step == ["first"]
         step = engine_step(bm, scheduler, {"first": 901, "second": 902})
         assert step == ["first", "second"]
-        assert step.prefills == [("second", len(second))]
-        assert step.cached == [3 * block_size]
+        assert admitted(step) == [("second", len(second))]
+        assert found_cached(step) == [3 * block_size]
         assert bm.tables["second"][:3] == bm.tables["first"][:3]
     else:
         assert step == ["first", "second"]
-        assert step.cached == [0, 0]
+        assert found_cached(step) == [0, 0]
         assert set(bm.tables["first"]).isdisjoint(bm.tables["second"])
 
 
@@ -579,8 +581,8 @@ def test_K4_14_a_waiting_request_forgets_the_hits_of_an_earlier_step(
     assert scheduler.why("A").needed == 3
     bm.free_seq("holds the rest")
     step = engine_step(bm, scheduler, {"A": 900})
-    assert step.prefills == [("A", 3 * block_size)]
-    assert step.cached == [0]
+    assert admitted(step) == [("A", 3 * block_size)]
+    assert found_cached(step) == [0]
 
 
 @every_hash

@@ -297,7 +297,7 @@ def pinned_blocks(bm: BlockManager, tokens: list[int], namespace: Any) -> int:
 def added(bm: BlockManager, tokens: list[int], namespace: Any) -> int:
     scheduler = sharing_scheduler(bm)
     scheduler.add("asks", tokens=[*tokens, 5], namespace=namespace)
-    (cached,) = scheduler.step().cached
+    (cached,) = found_cached(scheduler.step())
     scheduler.finish("asks")
     return cached // bm.block_size
 
@@ -656,11 +656,11 @@ def test_K5_14_a_scheduler_goes_on_over_the_change(
     scheduler.add("B", tokens=tokens)
     step = engine_step(bm, scheduler, {"A": 900, "B": 901})
     assert step == ["A", "B"]
-    assert step.cached == [0]
+    assert found_cached(step) == [0]
     assert set(bm.tables["A"]).isdisjoint(bm.tables["B"])
     scheduler.add("C", tokens=[*tokens, 5])
     step = engine_step(bm, scheduler, {"A": 900, "B": 901, "C": 902})
-    assert step.cached == [2 * block_size]
+    assert found_cached(step) == [2 * block_size]
     assert bm.tables["C"][:2] == bm.tables["B"][:2]
 
 

@@ -24,7 +24,7 @@ from prefix_support import (
     sharing_scheduler,
     words,
 )
-from scenario_support import every_block_size
+from scenario_support import admitted, every_block_size, found_cached
 
 from kvcore import BlockManager, Counter, OutOfBlocks, Scheduler
 from kvcore.prefix_log import Cleared, Removed, Stored
@@ -214,9 +214,9 @@ def preempted(bm: BlockManager, prefix_cached: bool = False) -> Scheduler:
     decoded = {"older": 700, "A": 701}
     step = engine_step(bm, scheduler, decoded)
     assert step == ["older", "A"]
-    assert step.cached == [0, block_size if prefix_cached else 0]
+    assert found_cached(step) == [0, block_size if prefix_cached else 0]
     step = engine_step(bm, scheduler, decoded)
-    assert (step, step.preempted, step.prefills, step.cached) == (["older"], ["A"], [], [])
+    assert (step, step.preempted, admitted(step), found_cached(step)) == (["older"], ["A"], [], [])
     return scheduler
 
 
@@ -238,8 +238,8 @@ def test_K6_05_what_a_resumed_request_finds_is_no_hit_of_a_user(
     assert lookup(bm, words(block_size, 1, 2)) == 2
     assert scheduler.finish("older")
     step = engine_step(bm, scheduler, {"A": 702})
-    assert step.prefills == [("A", 2 * block_size + 1)]
-    assert step.cached == [2 * block_size]
+    assert admitted(step) == [("A", 2 * block_size + 1)]
+    assert found_cached(step) == [2 * block_size]
     assert counted(bm, *USER_HITS) == user_hits
     assert counted(bm, *RESUME_HITS) == (2 * block_size + 1, 2 * block_size)
 
@@ -273,8 +273,8 @@ def test_K6_08_the_cached_tokens_of_a_request_do_not_outlive_its_preemption(
     assert scheduler.finish("older")
     bm.evict(9)
     step = engine_step(bm, scheduler, {"A": 702})
-    assert step.prefills == [("A", 2 * block_size + 1)]
-    assert step.cached == [0]
+    assert admitted(step) == [("A", 2 * block_size + 1)]
+    assert found_cached(step) == [0]
     assert bm.published("A") == (2 * block_size + 2) // block_size
     assert counted(bm, *RESUME_HITS) == (2 * block_size + 1, 0)
     assert counted(bm, Counter.CACHED_TOKENS) == (block_size if prefix_cached else 0,)

@@ -26,10 +26,12 @@ from prefix_support import (
     words,
 )
 from scenario_support import (
+    admitted,
     blocks_with_a_middle,
     checked_manager,
     checked_scheduler,
     every_block_size,
+    found_cached,
     manager_state,
     out_of_blocks,
     refused,
@@ -160,7 +162,7 @@ def test_K7_04_the_last_running_sequence_outgrows_the_pool_and_ends_with_a_reaso
     assert "A" not in scheduler.running
     assert step.preempted == []
     assert step == []
-    assert step.prefills == []
+    assert admitted(step) == []
     assert "behind" not in bm
 
     assert scheduler.step() == ["behind"]
@@ -256,7 +258,7 @@ def test_K7_09_admission_waits_for_room_for_the_whole_prompt(
     while len(bm.free) < 5 + watermark:
         step = scheduler.step()
         assert step == running
-        assert (step.preempted, step.prefills) == ([], [])
+        assert (step.preempted, admitted(step)) == ([], [])
         verdict = scheduler.why("long")
         enough = len(bm.free) >= 5
         assert verdict.reason is (Reason.WATERMARK if enough else Reason.BLOCKS)
@@ -265,7 +267,7 @@ def test_K7_09_admission_waits_for_room_for_the_whole_prompt(
     step = scheduler.step()
     assert step == [*running, "long"]
     assert step.preempted == []
-    assert step.prefills == [("long", 5 * block_size - 1)]
+    assert admitted(step) == [("long", 5 * block_size - 1)]
 
 
 @pytest.mark.parametrize("idle", [False, True])
@@ -288,13 +290,13 @@ def test_K7_09_cached_blocks_of_a_prompt_need_no_room_but_all_the_others_do(
     running: list[Hashable] = [0, 1, 2, 3]
     while len(bm.free) < 3 + watermark:
         step = scheduler.step()
-        assert (step, step.preempted, step.prefills) == (running, [], [])
+        assert (step, step.preempted, admitted(step)) == (running, [], [])
         verdict = scheduler.why("long")
         assert (verdict.needed, verdict.available) == (3, len(bm.free))
         scheduler.finish(running.pop(0))
     step = scheduler.step()
     assert step == [*running, "long"]
-    assert (step.preempted, step.cached) == ([], [2 * block_size])
+    assert (step.preempted, found_cached(step)) == ([], [2 * block_size])
 
 
 @with_and_without_sharing
@@ -317,8 +319,8 @@ def test_K7_10_who_is_admitted_and_preempted_in_one_step_leaves_no_trace_in_it(
         scheduler.add(name, tokens=tokens)
     step = scheduler.step()
     assert step == olds
-    assert step.prefills == []
-    assert step.cached == []
+    assert admitted(step) == []
+    assert found_cached(step) == []
     assert step.preempted == names[::-1]
     assert step.rejected == {}
     assert len(step.rows) == len(step.slots) == victims
@@ -335,7 +337,7 @@ def test_K7_10_who_is_admitted_and_preempted_in_one_step_leaves_no_trace_in_it(
     for old in olds:
         scheduler.finish(old)
     step = scheduler.step()
-    assert step.prefills == [(name, block_size) for name in names]
+    assert admitted(step) == [(name, block_size) for name in names]
     assert step == names
 
 
@@ -355,7 +357,7 @@ def test_K7_10_the_hits_of_a_victim_of_its_own_step_are_given_back(
     scheduler.add("A", tokens=words(block_size, 1, 2, 3))
     step = engine_step(bm, scheduler, {"old": 701})
     assert (step, step.preempted) == (["old"], ["A"])
-    assert (step.prefills, step.cached, step.rejected) == ([], [], {})
+    assert (admitted(step), found_cached(step), step.rejected) == ([], [], {})
     assert bm.ref[cached] == (0 if idle else 1)
     assert lookup(bm, words(block_size, 1, 2, 3)) == 1, "the hit is there again, the rest never was"
     before = prefix_state(bm)
@@ -367,8 +369,8 @@ def test_K7_10_the_hits_of_a_victim_of_its_own_step_are_given_back(
     if not idle:
         bm.free_seq("prefix")
     step = engine_step(bm, scheduler, {"A": 702})
-    assert step.prefills == [("A", 3 * block_size)]
-    assert step.cached == [0 if idle else block_size]
+    assert admitted(step) == [("A", 3 * block_size)]
+    assert found_cached(step) == [0 if idle else block_size]
     # The request counted once, when it came; nothing of its resume is a user's hit.
     (asked,) = counted(bm, Counter.PROMPT_TOKENS)
     assert asked == block_size + (block_size - 1) + 3 * block_size
@@ -484,7 +486,7 @@ def test_K7_26_a_pair_in_the_queue_means_what_add_means() -> None:
     scheduler.waiting.append(("appended", length))
     step = scheduler.step()
     assert step == ["added", "appended"]
-    assert step.prefills == [("added", 5), ("appended", 5)]
+    assert admitted(step) == [("added", 5), ("appended", 5)]
     assert bm.lens["added"] == bm.lens["appended"] == 6
 
 
@@ -516,7 +518,7 @@ def test_K7_a_request_whose_id_runs_waits_for_the_id_and_says_so(block_size: int
     assert scheduler.finish("A")
     step = scheduler.step()
     assert step == ["A"]
-    assert step.prefills == [("A", 2)]
+    assert admitted(step) == [("A", 2)]
     assert bm.lens["A"] == 3
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from scenario_support import (
     Append,
+    admitted,
     append_as_batch,
     append_in_bulk,
     append_singly,
@@ -43,7 +44,7 @@ class Engine:
         step = self.scheduler.step()
         memory, size = self.memory, self.bm.block_size
         memory.copy_all(step.copies.tolist(), size)
-        for seq, n_tokens in step.prefills:
+        for seq, n_tokens in admitted(step):
             memory.begin(seq, [])
             memory.write(seq, self.bm.slots(seq, 0, n_tokens).tolist(), size)
         for seq, slot in zip(step, step.slots.tolist(), strict=True):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scenario_support import admitted, found_cached
 
 from kvcore import (
     BlockManager,
@@ -68,8 +69,8 @@ class Engine:
     def step(self) -> Step:
         step = self.scheduler.step()
         self.steps.append(step)
-        assert len(step.cached) == len(step.prefills)
-        for (_, n_tokens), cached in zip(step.prefills, step.cached, strict=True):
+        assert len(found_cached(step)) == len(admitted(step))
+        for (_, n_tokens), cached in zip(admitted(step), found_cached(step), strict=True):
             assert 0 <= cached < max(n_tokens, 1)
         for seq in step:
             self.tokens[seq].append(END_OF_PROMPT + len(self.tokens[seq]))
@@ -125,7 +126,7 @@ def hits(steps: Iterable[Step]) -> dict[Hashable, list[int]]:
     """The cached tokens of each admission of each sequence."""
     found: dict[Hashable, list[int]] = {}
     for step in steps:
-        for (seq, _), cached in zip(step.prefills, step.cached, strict=True):
+        for (seq, _), cached in zip(admitted(step), found_cached(step), strict=True):
             found.setdefault(seq, []).append(cached)
     return found
 
@@ -143,7 +144,7 @@ def test_a_request_is_the_plain_pair_with_its_hashed_prompt() -> None:
     a, b, c = scheduler.waiting
     assert isinstance(a, Request)
     assert isinstance(b, Request)
-    assert type(c) is tuple
+    assert c.prompt is None
     assert a.prompt is not None
     assert a.prompt.tokens.tolist() == ids(5)
     assert b.prompt is not None
@@ -172,7 +173,7 @@ def test_the_tokens_are_those_of_the_call() -> None:
     tokens = np.arange(1, 10, dtype=np.int32)
     run.scheduler.add("a", tokens=tokens)
     tokens[:] = 7
-    assert run.scheduler.step().cached == [8]
+    assert found_cached(run.scheduler.step()) == [8]
     assert run.bm.tokens("a").tolist() == ids(9)
 
 
@@ -211,12 +212,12 @@ def test_without_prefix_caching_tokens_are_only_counted() -> None:
     scheduler = Scheduler(bm)
     scheduler.add("a", tokens=ids(9), namespace=Namespace(salt="x"))
     scheduler.add("b", 10, tokens=np.arange(9))
-    assert [type(request) for request in scheduler.waiting] == [tuple, tuple]
+    assert [request.prompt for request in scheduler.waiting] == [None, None]
     assert list(scheduler.waiting) == [("a", 9), ("b", 10)]
     step = scheduler.step()
     assert step == ["a", "b"]
-    assert step.prefills == [("a", 9), ("b", 10)]
-    assert step.cached == [0, 0]
+    assert admitted(step) == [("a", 9), ("b", 10)]
+    assert found_cached(step) == [0, 0]
     assert traffic(bm) == {"prompt": 0, "cached": 0, "resumed": 0, "resumed cached": 0}
 
 
@@ -227,8 +228,8 @@ def test_a_plain_pair_neither_hits_nor_waits() -> None:
     run.scheduler.waiting.append(("b", 9))
     run.tokens["b"] = ids(9)
     step = run.step()
-    assert step.prefills == [("a", 13), ("b", 9)]
-    assert step.cached == [8, 0]
+    assert admitted(step) == [("a", 13), ("b", 9)]
+    assert found_cached(step) == [8, 0]
 
 
 def test_a_request_without_tokens_keeps_its_namespace() -> None:
@@ -237,7 +238,7 @@ def test_a_request_without_tokens_keeps_its_namespace() -> None:
     scheduler = Scheduler(bm, 0)
     scheduler.add("a", 4, namespace="tenant")
     step = scheduler.step()
-    assert step.cached == [0]
+    assert found_cached(step) == [0]
     bm.commit("a", ids(5))
     bm.append_slots("a", 3)
     bm.commit("a", ids(3, 6))
@@ -245,8 +246,8 @@ def test_a_request_without_tokens_keeps_its_namespace() -> None:
     assert scheduler.step().preempted == ["a"]
     bm.pool.release_many(outsider)
     step = scheduler.step()
-    assert step.prefills == [("a", 8)]
-    assert step.cached == [4]
+    assert admitted(step) == [("a", 8)]
+    assert found_cached(step) == [4]
     assert bm.match(ids(9), namespace="tenant") == 4
     assert bm.match(ids(9)) == 0
 
@@ -262,8 +263,8 @@ def test_hits_are_counted_when_a_request_enters() -> None:
     run.add("b", ids(4))
     assert traffic(run.bm) == before
     step = run.step()
-    assert step.prefills == [("a", 13), ("b", 4)]
-    assert step.cached == [8, 0]
+    assert admitted(step) == [("a", 13), ("b", 4)]
+    assert found_cached(step) == [8, 0]
     assert traffic(run.bm) == before | {"prompt": before["prompt"] + 17, "cached": 8}
 
 
@@ -274,8 +275,8 @@ def test_K4_10_an_idle_hit_is_capacity_once() -> None:
     run.scheduler.add("fits", tokens=ids(11))
     assert run.scheduler.why("fits") == (Reason.FITS, 2, 2, 0)
     step = run.scheduler.step()
-    assert step.prefills == [("fits", 11)]
-    assert step.cached == [4]
+    assert admitted(step) == [("fits", 11)]
+    assert found_cached(step) == [4]
     assert run.bm.num_available == 0
     with pytest.raises(RequestRefused):
         run.scheduler.add("too long", tokens=ids(13))
@@ -294,7 +295,7 @@ def test_an_idle_hit_is_not_counted_under_the_watermark_either(watermark: int) -
     step = run.scheduler.step()
     assert bool(step) == (watermark < 2)
     run.bm.pool.release_many(outsiders)
-    assert step or run.scheduler.step().cached == [8]
+    assert step or found_cached(run.scheduler.step()) == [8]
 
 
 def test_shared_blocks_let_in_what_would_not_fit_alone() -> None:
@@ -305,8 +306,8 @@ def test_shared_blocks_let_in_what_would_not_fit_alone() -> None:
     run.add("b", [*ids(12), 50, 51])
     run.scheduler.waiting.append(("same without tokens", 14))
     step = run.step()
-    assert step.prefills == [("b", 14)]
-    assert step.cached == [12]
+    assert admitted(step) == [("b", 14)]
+    assert found_cached(step) == [12]
     verdict = run.scheduler.why("same without tokens")
     assert (verdict.reason, verdict.needed) == (Reason.BLOCKS, 4)
 
@@ -330,7 +331,7 @@ def test_whether_it_can_ever_fit_does_not_depend_on_the_cache() -> None:
     run.scheduler.waiting.append(Request("a", 21, run.bm.prompt(ids(21))))
     assert run.step().rejected == {"a": (Reason.NEVER_FITS, 6, 5, 0)}
     run.add("b", ids(20))
-    assert run.step().cached == [16]
+    assert found_cached(run.step()) == [16]
 
 
 def test_K4_14_what_was_found_in_one_step_is_not_remembered_in_the_next() -> None:
@@ -345,8 +346,8 @@ def test_K4_14_what_was_found_in_one_step_is_not_remembered_in_the_next() -> Non
     assert run.step() == []
     run.bm.pool.release_many(held)
     step = run.step()
-    assert step.prefills == [("a", 13)]
-    assert step.cached == [0]
+    assert admitted(step) == [("a", 13)]
+    assert found_cached(step) == [0]
 
 
 # ------------------------------------------------------------------ waiting for a prefix
@@ -365,7 +366,7 @@ def test_identical_prompts_wait_one_step_each_at_most(commits: bool) -> None:
     if commits:
         step = run.step()
         assert step == names
-        assert step.cached == [12] * 7
+        assert found_cached(step) == [12] * 7
         return
     # Nobody publishes: whoever is next is put off once by the one before, and then enters.
     for count in range(2, 9):
@@ -380,7 +381,7 @@ def test_K4_08_what_is_only_scheduled_is_no_hit() -> None:
         run = engine(16, wait_for_prefix=wait)
         run.add("r1", first)
         run.add("r2", second)
-        assert run.step().prefills[1:] == ([] if wait else [("r2", 13)])
+        assert admitted(run.step())[1:] == ([] if wait else [("r2", 13)])
         run.step()
         assert hits(run.steps)["r2"] == expected
 
@@ -391,7 +392,7 @@ def test_without_the_option_identical_prompts_enter_together() -> None:
         run.add(name, ids(14))
     step = run.step()
     assert step == ["a", "b", "c"]
-    assert step.cached == [0, 0, 0]
+    assert found_cached(step) == [0, 0, 0]
 
 
 @every_hash
@@ -431,7 +432,7 @@ def test_what_is_cached_is_not_waited_for() -> None:
     run.add("b", [*ids(8), *ids(9, 200)])
     step = run.step()
     assert step == ["a", "b"]
-    assert step.cached == [8, 8]
+    assert found_cached(step) == [8, 8]
 
 
 def test_it_waits_for_the_block_after_the_cached_ones() -> None:
@@ -441,8 +442,8 @@ def test_it_waits_for_the_block_after_the_cached_ones() -> None:
     run.add("b", [*ids(8), *ids(5, 100), *ids(4, 200)])
     assert run.step() == ["a"]
     step = run.step()
-    assert step.prefills == [("b", 17)]
-    assert step.cached == [12]
+    assert admitted(step) == [("b", 17)]
+    assert found_cached(step) == [12]
 
 
 def test_it_does_not_wait_for_one_that_computes_only_what_both_must_compute() -> None:
@@ -451,7 +452,7 @@ def test_it_does_not_wait_for_one_that_computes_only_what_both_must_compute() ->
     served(run, ids(8))
     run.add("a", ids(8))
     run.add("b", ids(8))
-    assert run.step().cached == [4, 4]
+    assert found_cached(run.step()) == [4, 4]
 
 
 @every_hash
@@ -461,7 +462,7 @@ def test_it_waits_for_any_of_those_who_entered(manager: Callable[[int], BlockMan
     for name, namespace in (("a", "x"), ("b", "y"), ("c", "z"), ("d", "y")):
         run.add(name, ids(9), namespace=namespace)
     assert run.step() == ["a", "b", "c"]
-    assert run.step().cached == [8]
+    assert found_cached(run.step()) == [8]
 
 
 def test_while_the_head_waits_the_others_decode_and_those_behind_wait_too() -> None:
@@ -479,7 +480,7 @@ def test_while_the_head_waits_the_others_decode_and_those_behind_wait_too() -> N
     assert run.scheduler.why("c") == (Reason.BEHIND, 1, run.bm.num_available, 1)
     step = run.step()
     assert step == ["runs", "a", "b", "c"]
-    assert step.cached == [8, 0]
+    assert found_cached(step) == [8, 0]
 
 
 def test_it_waits_once_however_long_it_stays_in_the_queue() -> None:
@@ -523,8 +524,8 @@ def test_one_that_was_put_off_can_be_ended(verb: str) -> None:
     assert getattr(run.scheduler, verb)("b")
     assert not getattr(run.scheduler, verb)("b")
     step = run.step()
-    assert step.prefills == [("c", 9)]
-    assert step.cached == [8]
+    assert admitted(step) == [("c", 9)]
+    assert found_cached(step) == [8]
     assert traffic(run.bm)["prompt"] == 18
 
 
@@ -536,7 +537,7 @@ def test_the_one_whose_prefix_it_waits_for_may_end_first() -> None:
         run.add("b", ids(9))
         run.step()
         assert run.scheduler.finish("a")
-        assert run.step().cached == [cached]
+        assert found_cached(run.step()) == [cached]
 
 
 @pytest.mark.parametrize("commits", [True, False])
@@ -565,11 +566,11 @@ def test_a_step_in_which_the_head_waits_has_admitted_somebody() -> None:
     step = run.step()
     assert step == ["runs"]
     assert step.preempted == ["a"]
-    assert (step.prefills, step.cached) == ([], [])
+    assert (admitted(step), found_cached(step)) == ([], [])
     assert list(run.scheduler.waiting) == [("a", 8), ("b", 8)]
     assert run.scheduler.finish("runs")
     step = run.step()
-    assert step.prefills == [("a", 8)], "one of them fits"
+    assert admitted(step) == [("a", 8)], "one of them fits"
 
 
 # ------------------------------------------------------------------ preemption
@@ -596,8 +597,8 @@ def test_K6_05_a_resume_finds_its_own_blocks_and_is_counted_apart() -> None:
     assert request.prompt is not None
     assert request.prompt.tokens.tolist() == run.tokens["a"]
     step = run.step()
-    assert step.prefills == [("a", 12)]
-    assert step.cached == [8], "the third block holds the last token, which is computed"
+    assert admitted(step) == [("a", 12)]
+    assert found_cached(step) == [8], "the third block holds the last token, which is computed"
     assert traffic(run.bm) == before | {"resumed": 12, "resumed cached": 8}
 
 
@@ -606,8 +607,8 @@ def test_K6_08_what_was_cached_is_looked_up_again_after_a_preemption() -> None:
     preempted(run, ids(9))
     run.bm.evict(8)
     step = run.step()
-    assert step.prefills == [("a", 12)]
-    assert step.cached == [0]
+    assert admitted(step) == [("a", 12)]
+    assert found_cached(step) == [0]
     assert traffic(run.bm)["resumed cached"] == 0
 
 
@@ -630,8 +631,8 @@ def test_a_resume_computes_its_uncommitted_tail() -> None:
     assert request.prompt is not None
     assert len(request.prompt) == 10
     step = run.step()
-    assert step.prefills == [("a", 12)]
-    assert step.cached == [8]
+    assert admitted(step) == [("a", 12)]
+    assert found_cached(step) == [8]
     assert run.bm.known("a") == 10
     assert run.commit("a") == 1, "the third block, now that its tokens are known"
     assert run.bm.tokens("a").tolist() == run.tokens["a"]
@@ -650,7 +651,7 @@ def test_a_resume_on_a_block_boundary_needs_room_for_its_next_token() -> None:
     assert run.scheduler.why("a") == (Reason.FITS, 2, 2, 0)
     step = run.step()
     assert step == ["a"]
-    assert step.cached == [8]
+    assert found_cached(step) == [8]
     assert step.preempted == []
 
 
@@ -667,8 +668,8 @@ def test_a_preempted_child_of_a_fork_finds_the_blocks_of_the_family() -> None:
     assert step.preempted == ["b"]
     run.bm.pool.release_many(held)
     step = run.step()
-    assert step.prefills == [("b", 16)]
-    assert step.cached == [12]
+    assert admitted(step) == [("b", 16)]
+    assert found_cached(step) == [12]
     assert run.bm.tables["b"].tolist()[:3] == run.bm.tables["a"].tolist()[:3]
 
 
@@ -689,7 +690,7 @@ def test_two_that_come_back_together_compute_what_they_share_once() -> None:
     assert run.step() == ["a"]
     step = run.step()
     assert step == ["a", "b"]
-    assert step.cached == [4]
+    assert found_cached(step) == [4]
 
 
 def test_what_entered_and_yielded_in_one_step_leaves_no_trace() -> None:
@@ -702,7 +703,7 @@ def test_what_entered_and_yielded_in_one_step_leaves_no_trace() -> None:
     before = traffic(run.bm)
     step = run.step()
     assert step == ["runs"]
-    assert (step.prefills, step.cached, step.preempted) == ([], [], ["a"])
+    assert (admitted(step), found_cached(step), step.preempted) == ([], [], ["a"])
     assert len(step.slots) == 1
     # It has entered once as a user's request; coming back is no second one.
     assert traffic(run.bm) == before | {"prompt": before["prompt"] + 12, "cached": 4}
@@ -774,10 +775,12 @@ def test_a_waiting_request_finds_nothing_that_was_dropped_meanwhile(how: str) ->
     else:
         assert run.bm.forget(ids(12)) == 3
     assert run.scheduler.why("a").needed == 4
-    assert run.step().cached == [0]
+    assert found_cached(run.step()) == [0]
     assert run.scheduler.finish("a")
     run.add("b", ids(13))
-    assert run.step().cached == [12], "what it computed since is published under the new epoch"
+    assert found_cached(run.step()) == [12], (
+        "what it computed since is published under the new epoch"
+    )
 
 
 def test_a_reset_between_the_steps_of_one_that_waits_for_a_prefix() -> None:
@@ -799,7 +802,7 @@ def test_a_victim_of_before_a_reset_comes_back_under_the_new_epoch() -> None:
     preempted(run, ids(9))
     run.bm.reset()
     step = run.step()
-    assert step.cached == [0]
+    assert found_cached(step) == [0]
     assert run.bm.match([*run.tokens["a"], 1]) == 12
 
 
