@@ -102,6 +102,10 @@ class Preemption:
                 )
                 if needed <= available + coming:
                     break
+            if needed > available + coming and self.roster.swapped:
+                # Those in host memory may keep on the device what is lacking.
+                self.swapping.give_up_newest(step)
+                return self.make_room(step, seqs, rows, counts)
             if needed > available + coming:
                 victims = []  # it would not help
         step.is_short = bool(victims)
@@ -248,6 +252,7 @@ class Preemption:
             "others": tuple(members[1:]),
             "pending": first.pending,
             "lost": first.lost,
+            "waited": False,
         }
         if self.bm.prefix_caching:
             attributes["retention"] = self.bm.retention(first.seq)

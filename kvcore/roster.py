@@ -92,6 +92,10 @@ class Roster:
         if self.rows.follow(self.running):
             self.reconcile()
 
+    def _follow_rows(self, running: list[Hashable]) -> NDArray[np.int32]:
+        self.follow()
+        return self.rows.of(running)
+
     def is_live(self, seq: Hashable) -> bool:
         """Whether a sequence has the id: with a table, or in host memory."""
         return seq in self.bm or any(seq in request.members for request in self.swapped)
@@ -170,7 +174,7 @@ class Roster:
     def view(self, seqs: list[Hashable] | None = None) -> RunningView:
         """Show a policy these running sequences; by default all of them."""
         if seqs is None:
-            return self._view_of(self.running, self.rows.of)
+            return self._view_of(self.running, self._follow_rows)
         return self._view_of(seqs, self.bm.rows)
 
     def _view_of(

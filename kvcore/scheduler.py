@@ -358,7 +358,8 @@ class Scheduler:
         others along. Returns False when no such sequence is here, as for a result that
         comes late.
         """
-        if seq in self.running and seq in self._roster.by_seq:
+        self._roster.follow()
+        if seq in self.running:
             self.admission.ended(self._roster.by_seq[seq], self._results.generated(seq))
         ended = self._end(seq)
         self.counters.finished += ended
@@ -366,12 +367,14 @@ class Scheduler:
 
     def abort(self, seq: Hashable) -> bool:
         """End a request whose result nobody wants any more: the same exit as ``finish``."""
+        self._roster.follow()
         ended = self._end(seq)
         self.counters.aborted += ended
         return ended
 
     def why(self, seq: Hashable) -> Verdict:
         """Why a request waits, or a running one stalls. O(waiting). Else ``KeyError``."""
+        self._roster.follow()
         for place, request in enumerate(self._roster.swapped):
             if seq in request.members:
                 assert self._swapping.host is not None
@@ -644,8 +647,11 @@ class Scheduler:
     def _decode(self, step: Step) -> None:
         """Give every running sequence the slot of its next token, and of its drafts."""
         seqs, rows = self.running, self._roster.rows.of(self.running)
-        if self._roster.idle:
-            places = [place for place, seq in enumerate(seqs) if seq not in self._roster.idle]
+        idle = self._roster.idle
+        if idle and idle.issuperset(seqs[-len(idle) :]):  # as a rule those that came last
+            seqs, rows = seqs[: -len(idle)], rows[: -len(idle)]
+        elif idle:
+            places = [place for place, seq in enumerate(seqs) if seq not in idle]
             seqs, rows = [seqs[place] for place in places], rows[np.array(places, np.intp)]
         counts = self._counts(rows) if self.options.draft_tokens else None
         most = 1 + -(-self.options.draft_tokens // self.bm.block_size)
@@ -671,8 +677,10 @@ class Scheduler:
 
     def _counts(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
         """Tokens for each row: the next one and its drafts, but never past the limit."""
-        left = self._roster.notes.limits[rows] - self.bm.lengths[rows]
-        counts: NDArray[np.int32] = np.clip(left, 1, 1 + self.options.draft_tokens).astype(np.int32)
+        counts: NDArray[np.int32] = self._roster.notes.limits[rows]
+        counts -= self.bm.lengths_of(rows)
+        np.minimum(counts, 1 + self.options.draft_tokens, out=counts)
+        np.maximum(counts, 1, out=counts)
         return counts
 
     def _decode_around(
@@ -786,7 +794,7 @@ class Scheduler:
         self._settle(step)
         if step.going_out or step.coming_in:
             self._swapping.report(step, swap_failed)
-        if self.bm.prefix_caching:
+        if self.bm.prefix_caching and "prefills" in step.__dict__:
             self._results.settle_prompts(step)
         self._results.settle_tokens(step, ids, accepted)
         if moves is not None:
@@ -822,7 +830,7 @@ class Scheduler:
         ]
         # Of those that end, some may have drafts rejected: then look again.
         soon = 1 if step.ending and self.options.draft_tokens else UNLIMITED
-        self._roster.steps_to_limit = min(others, default=soon)
+        self._roster.steps_to_limit = min([*others, soon])
 
     def _ends(self, step: Step, seqs: list[Hashable]) -> None:
         """Note that these sample their last token in ``step``."""

@@ -97,8 +97,13 @@ class Swapping:
             if needed > self.bm.num_available - reserve:
                 if self.roster.running or self.roster.going_out or self.roster.outstanding:
                     return
-                if not self._give_up(step, request):
+                # What others there keep on the device may be what it lacks. Alone, it
+                # returns unless it has outgrown the pool.
+                tokens = max(self.host.recall(seq)[0] for seq in request.members)
+                is_alone = len(self.roster.swapped) == 1
+                if is_alone and tokens < self.bm.num_blocks * self.bm.block_size:
                     return
+                self.give_up_newest(step)
                 continue
             self.roster.swapped.popleft()
             pairs = []
@@ -114,19 +119,13 @@ class Swapping:
             step.coming_in = [*step.coming_in, request]
             self.counters.swap_in_blocks += sum(len(pair) for pair in pairs)
 
-    def _give_up(self, step: Step, first: Request) -> bool:
-        """Compute one again where nothing runs and yet the first finds no room.
+    def give_up_newest(self, step: Step) -> None:
+        """Compute the newest request in host memory again, instead of copying it back.
 
-        What others there keep on the device may be what it lacks. The newest of them is
-        computed again instead. Alone, it is if the whole pool could not hold it.
+        For the blocks that it keeps on the device. Needs: there is one.
         """
         assert self.host is not None
-        last = self.roster.swapped[-1]
-        if last is first:
-            tokens = max(self.host.recall(seq)[0] for seq in first.members)
-            if tokens < self.bm.num_blocks * self.bm.block_size:
-                return False
-        self.roster.swapped.pop()
+        last = self.roster.swapped.pop()
         members = []
         for seq in last.members:
             n_tokens, prompt, pending = self.host.recall(seq)
@@ -149,7 +148,6 @@ class Swapping:
         self.waiting.appendleft(resumed)
         step.preempted.extend(member.seq for member in members)
         self.counters.preemptions_recompute += len(members)
-        return True
 
     def report(self, step: Step, failed: Collection[Hashable]) -> None:
         """Note that the copies of a step are done, or have failed."""

@@ -34,7 +34,7 @@ from prefix_support import (
     sharing_scheduler,
     words,
 )
-from scenario_support import Append, every_append, every_block_size
+from scenario_support import Append, every_append, every_block_size, found_cached
 
 import kvcore
 from kvcore import BlockManager
