@@ -40,6 +40,7 @@ class Admission(Protocol):
 
     def ended(self, request: Request, n_generated: int) -> None:
         """Learn that one of its sequences ended by itself after ``n_generated`` tokens."""
+        return
 
 
 class Watermark(Admission):

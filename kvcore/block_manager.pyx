@@ -1381,7 +1381,7 @@ cdef class BlockManager:
         cdef cnp.npy_intp count = cnp.PyArray_SIZE(rows)
         cdef cnp.npy_intp served = 0, num_copies = 0
         cdef const int32_t *row = int32_data(rows)
-        cdef const int32_t *number = int32_data(counts)
+        cdef const int32_t *number_of = int32_data(counts)
         cdef int64_t *slots = int64_data(out)
         cdef int64_t filled = 0
         cdef int32_t stopped_by = 0
@@ -1390,15 +1390,15 @@ cdef class BlockManager:
             raise ValueError(f"out has {cnp.PyArray_SIZE(out)} entries for {total} tokens")
         for array, start, stop in (
             ("rows", <int64_t>row, <int64_t>(row + count)),
-            ("counts", <int64_t>number, <int64_t>(number + count)),
+            ("counts", <int64_t>number_of, <int64_t>(number_of + count)),
         ):
             if start < <int64_t>(slots + total) and <int64_t>slots < stop:
                 raise ValueError(f"out must not overlap {array} in memory")
         with cython.critical_section(self.pool):
-            self.prepare_append_counts(row, number, count)
+            self.prepare_append_counts(row, number_of, count)
             while served < count:
                 stopped_by = append_several(
-                    self, row[served], number[served], slots + filled,
+                    self, row[served], number_of[served], slots + filled,
                     int32_data(self.pair_array), &num_copies,
                 )
                 if stopped_by == NO_CELL:
@@ -1409,7 +1409,7 @@ cdef class BlockManager:
                     continue
                 if stopped_by == NO_BLOCK:
                     break
-                filled += number[served]
+                filled += number_of[served]
                 served += 1
             self.counts[OUT_OF_BLOCKS] += stopped_by == NO_BLOCK
             self.counts[TOKENS_APPENDED] += filled
@@ -1480,14 +1480,14 @@ cdef class BlockManager:
         cdef cnp.npy_intp count = cnp.PyArray_SIZE(rows)
         cdef cnp.npy_intp num_without = 0
         cdef const int32_t *row = int32_data(rows)
-        cdef const int32_t *number = NULL
+        cdef const int32_t *number_of = NULL
         cdef const int32_t *gone = NULL
         cdef int64_t needed, available, coming = 0, i
         cdef cnp.ndarray seen
         check_array(rows, "rows", sizeof(int32_t), writable=False)
         if counts is not None:
             check_counts(rows, counts)
-            number = int32_data(counts)
+            number_of = int32_data(counts)
         if without is not None:
             check_array(without, "without", sizeof(int32_t), writable=False)
             gone = int32_data(without)
@@ -1498,8 +1498,8 @@ cdef class BlockManager:
             seen = int32_zeros(self.num_rows)
             self.check_distinct(row, count, seen, "rows")
             self.check_distinct(gone, num_without, seen, "without")
-            for i in range(count if number != NULL else 0):
-                if self.slab.lengths[row[i]] + <int64_t>number[i] > MAX_TOKENS:
+            for i in range(count if number_of != NULL else 0):
+                if self.slab.lengths[row[i]] + <int64_t>number_of[i] > MAX_TOKENS:
                     raise ValueError(f"counts: a sequence cannot grow past {MAX_TOKENS} tokens")
             if cnp.PyArray_DIM(self.pair_array, 0) < count:
                 self.pair_array = int32_table(count, 2)
@@ -1507,13 +1507,13 @@ cdef class BlockManager:
             if self.steps_issued == self.steps_settled:
                 available += let_go(self, gone, num_without)
                 needed = blocks_to_append_all(
-                    self, row, number, count, int32_data(self.pair_array)
+                    self, row, number_of, count, int32_data(self.pair_array)
                 )
                 hold_again(self, gone, num_without)
             else:
                 # What is dropped goes to the fence: it is held, and shared, until then.
                 needed = blocks_to_append_all(
-                    self, row, number, count, int32_data(self.pair_array)
+                    self, row, number_of, count, int32_data(self.pair_array)
                 )
                 coming = let_go(self, gone, num_without)
                 for i in range(self.num_fenced):
@@ -3052,7 +3052,7 @@ cdef object given(tokens):
 
 cdef int64_t check_counts(cnp.ndarray rows, cnp.ndarray counts) except -1:
     """``counts`` beside ``rows``: positive numbers, as many; their sum."""
-    cdef const int32_t *number = int32_data(counts)
+    cdef const int32_t *number_of = int32_data(counts)
     cdef int64_t total = 0
     cdef cnp.npy_intp i
     check_array(counts, "counts", sizeof(int32_t), writable=False)
@@ -3061,9 +3061,9 @@ cdef int64_t check_counts(cnp.ndarray rows, cnp.ndarray counts) except -1:
             f"counts has {cnp.PyArray_SIZE(counts)} entries for {cnp.PyArray_SIZE(rows)} rows"
         )
     for i in range(cnp.PyArray_SIZE(counts)):
-        if number[i] < 1:
-            raise ValueError(f"counts: entry {i} must be at least 1, got {number[i]}")
-        total += number[i]
+        if number_of[i] < 1:
+            raise ValueError(f"counts: entry {i} must be at least 1, got {number_of[i]}")
+        total += number_of[i]
     return total
 
 

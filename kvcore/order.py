@@ -39,6 +39,7 @@ class Order(Protocol):
         Once when it enters, for the tokens of its prompt that were not found cached; and
         for what it generated, when it leaves. By default nothing is noted.
         """
+        return
 
 
 class FCFS(Order):

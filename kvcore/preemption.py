@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Preemption"]
 
+HOLE = -1
+"""In a table, where a window has given a block back."""
+
 
 class Preemption:
     """Takes blocks back from running requests, for others that need them."""
@@ -102,6 +105,10 @@ class Preemption:
                 )
                 if needed <= available + coming:
                     break
+            if needed > available + coming and self._end_what_outgrew(step, victims):
+                gone = set(step.rejected)
+                rows, counts = self._without(seqs, rows, counts, gone)
+                return self.make_room(step, [seq for seq in seqs if seq not in left], rows, counts)
             if needed > available + coming and self.roster.swapped:
                 # Those in host memory may keep on the device what is lacking.
                 self.swapping.give_up_newest(step)
@@ -159,6 +166,7 @@ class Preemption:
                 # They wait behind it, and not in host memory: from there they would return
                 # before it and be pushed out again.
                 self._preempt_all(step, victims, place + 1, may_swap=False)
+                step.makes_way_for = request if victims else None
                 return
 
     def _plan(
@@ -192,6 +200,26 @@ class Preemption:
             return False
         table = np.asarray(self.bm.tables[seq])
         return int((table >= 0).sum()) >= self.bm.num_blocks
+
+    def _end_what_outgrew(self, step: Step, victims: list[Request]) -> bool:
+        """End the newest of a group that the whole pool cannot hold with its next tokens."""
+        stays = [
+            self.roster.by_seq[seq]
+            for seq in self.roster.running
+            if self.roster.by_seq[seq] not in victims and seq not in self.roster.draining
+        ]
+        members = [seq for seq in stays[0].members if seq not in self.roster.idle] if stays else []
+        if len(members) < 2:
+            return False
+        needed, _, _ = self._plan(self.bm.rows(members), None)
+        held = {block for seq in stays[0].members for block in self.bm.tables[seq].tolist()}
+        blocks = len(held - {HOLE}) + needed
+        if blocks <= self.bm.num_blocks:
+            return False
+        step.rejected[members[-1]] = Verdict(Reason.OUTGREW_POOL, blocks, self.bm.num_blocks)
+        self.counters.rejected += 1
+        self.roster.leave(members[-1])
+        return True
 
     def _may_yield(self, request: Request) -> bool:
         """Whether a request that a policy names runs, and is not about to end anyway."""

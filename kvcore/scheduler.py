@@ -487,9 +487,9 @@ class Scheduler:
         budget -= sum(self._remaining(seq) for seq in self._roster.prefilling)
         entered: _Entered = {}
         while self.waiting:
-            place = self.order.first(self.waiting, step.number)
+            place = self._next(step)
             request = self.waiting[place]
-            if request.queued == step.number and self.running:
+            if request.queued == step.number and (self.running or step.preempted):
                 return  # it has only just made way for somebody
             verdict = self._gate.never(request)
             if verdict is not None:
@@ -517,6 +517,13 @@ class Scheduler:
                 self._computes(request, cached // self.bm.block_size, entered)
             self.order.charge(request, request.n_tokens - cached)
             budget -= request.n_tokens - cached
+
+    def _next(self, step: Step) -> int:
+        """Return the place of the request to try: first whom others have made way for."""
+        for place, request in enumerate(self.waiting if step.makes_way_for else ()):
+            if request is step.makes_way_for:
+                return place
+        return self.order.first(self.waiting, step.number)
 
     def _reject(self, step: Step, place: int, verdict: Verdict) -> None:
         request = self.waiting[place]

@@ -189,6 +189,7 @@ class Step(list[Hashable]):
     host_fence: int = 0
     is_updated: bool = False
     is_short: bool = False
+    makes_way_for: Request | None = None
     departures: int = 0
     ending: tuple[Hashable, ...] | list[Hashable] = ()
     going_out: tuple[Request, ...] | list[Request] = ()
