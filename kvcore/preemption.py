@@ -108,7 +108,7 @@ class Preemption:
             if needed > available + coming and self._end_what_outgrew(step, victims):
                 gone = set(step.rejected)
                 rows, counts = self._without(seqs, rows, counts, gone)
-                return self.make_room(step, [seq for seq in seqs if seq not in left], rows, counts)
+                return self.make_room(step, [seq for seq in seqs if seq not in gone], rows, counts)
             if needed > available + coming and self.roster.swapped:
                 # Those in host memory may keep on the device what is lacking.
                 self.swapping.give_up_newest(step)
