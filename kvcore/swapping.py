@@ -162,6 +162,7 @@ class Swapping:
                 for seq in request.members:
                     host.cancel_out(seq)
                     self.roster.insert(seq)
+                self.roster.steps_to_limit = 1  # they may be at it, and nobody looked
                 self.roster.rows.follow(self.roster.running)
                 continue
             for seq in request.members:
