@@ -110,6 +110,11 @@ class HostTier:
         away = self._away[seq]
         return -(-(away.n_tokens + 1) // self.bm.block_size) - len(away.kept)
 
+    def blocks_kept(self, seqs: list[Hashable]) -> int:
+        """Blocks that the sequences keep on the device, each counted once."""
+        kept = {block for seq in seqs for block in self._away[seq].kept_blocks.tolist()}
+        return len(kept - {-1})
+
     def begin_in(self, seq: Hashable) -> tuple[NDArray[np.int32], int]:
         """Make the table again. Returns int32 pairs ``(host, device)`` and its last token.
 

@@ -99,9 +99,8 @@ class Swapping:
                     return
                 # What others there keep on the device may be what it lacks. Alone, it
                 # returns unless it has outgrown the pool.
-                tokens = max(self.host.recall(seq)[0] for seq in request.members)
-                is_alone = len(self.roster.swapped) == 1
-                if is_alone and tokens < self.bm.num_blocks * self.bm.block_size:
+                blocks = needed + self.host.blocks_kept(request.members)
+                if len(self.roster.swapped) == 1 and blocks <= self.bm.num_blocks:
                     return
                 self.give_up_newest(step)
                 continue

@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,9 @@ from kvcore import (
     Slots,
     ToCompletion,
     Victim,
-    Watermark,
 )
 
-SEEDS = int(os.environ.get("KVCORE_PROGRESS_SEEDS", "1200"))
+SEEDS = int(os.environ.get("KVCORE_PROGRESS_SEEDS", "2000"))
 
 
 class AnyVictim(Victim):
@@ -79,13 +79,19 @@ class System:
         caching = chance.random() < 0.5
         drafts = chance.choice([0, 0, 0, 1, 3])
         in_flight = 0 if drafts else chance.choice([0, 0, 1, 2])
-        host = BlockManager(chance.randint(1, 12), size) if chance.random() < 0.5 else None
-        window = chance.choice([None, None, None, 1, 2, 5])
+        is_tight = self.is_tight = chance.random() < 0.4  # blocks run out, so that much is swapped
+        if is_tight:
+            blocks = chance.randint(3, 8)
+        has_host = is_tight or chance.random() < 0.4
+        host = BlockManager(chance.randint(1, 12), size) if has_host else None
+        window = chance.choice([None] * (9 if is_tight else 3) + [1, 2, 5])
         budget = chance.randint(3, 20) * (1 + drafts)
         self.victim = chance.choice([Newest, LowestPriority, CheapestToResume, AnyVictim, NoVictim])
         victims = {AnyVictim: (chance,), CheapestToResume: (ResumeCost(bytes_per_block=1000),)}
-        watermark = chance.randint(0, min(3, blocks - 1))
-        admission = chance.choice([None, Watermark(watermark), ToCompletion(), PredictedPeak(4)])
+        watermark = 0 if is_tight else chance.randint(0, min(3, blocks - 1))
+        admission = None
+        if not is_tight:
+            admission = chance.choice([None, ToCompletion(), PredictedPeak(4)])
         orders = [FCFS(), Priority(), Priority(ageing=3), ShortestJob(), FairShare()]
         resources = chance.choice(
             [
@@ -106,7 +112,7 @@ class System:
             self.bm,
             watermark,
             token_budget=budget,
-            max_running=chance.choice([None, 3]),
+            max_running=None if is_tight else chance.choice([None, 3]),
             max_partial_prefills=chance.choice([1, 2, 4]),
             wait_for_prefix=chance.random() < 0.8,
             order=chance.choice(orders),
@@ -130,23 +136,25 @@ class System:
 
     def run(self) -> Engine:
         engine, chance = self.engine, self.chance
-        to_come, added, since = chance.randint(1, 8), 0, 0
-        outside = 0
-        deadline = 0
+        to_come, added, since = chance.randint(1, 12 if self.is_tight else 8), 0, 0
+        arrival_rate = 0.8 if self.is_tight else 0.4
+        steps = 0
         while to_come or not engine.is_quiet:
-            deadline += 1
-            assert deadline < 1500, "no end"
-            if to_come and chance.random() < 0.4:
+            steps += 1
+            assert steps < 1500, "no end"
+            if to_come and chance.random() < arrival_rate:
                 to_come, added = to_come - 1, added + 1
-                siblings = tuple(f"{added}.{n}" for n in range(chance.choice([0, 0, 0, 1, 2])))
-                prompt = [0] * chance.randint(1, 9)
+                widths = [0, 0, 0, 0, 0, 1, 2] if self.is_tight else [0, 0, 0, 1, 2]
+                siblings = tuple(f"{added}.{n}" for n in range(chance.choice(widths)))
+                longest = min(9, self.bm.num_blocks * self.bm.block_size // 2)
+                prompt = [0] * chance.randint(1, longest)
                 if chance.random() < 0.3:
                     prompt[-1] = 1
                 engine.add(
                     str(added), prompt, chance.choice([0, 1, 2, 3, 5, 8]), siblings,
                     priority=chance.randint(0, 2), tenant=chance.choice("ab"),
                 )  # fmt: skip
-            self.hold_outside(deadline)
+            self.hold_outside(steps)
             if len(engine.flights) <= self.scheduler.options.in_flight:
                 before = engine.prefilled + engine.sampled
                 engine.plan()
@@ -161,9 +169,9 @@ class System:
             full = len(engine.flights) > self.scheduler.options.in_flight
             if engine.flights and (full or chance.random() < 0.6):
                 engine.report(self.finish_rate)
-            if self.victim is NoVictim and since > 25 and self.scheduler.running:
+            is_stuck = self.victim is NoVictim and since > 25
+            if is_stuck and self.scheduler.running:
                 engine.abort(self.scheduler.running[-1])  # the policy's own deadlock
-                outside += 1
         for block, _ in self.holds:
             self.bm.unpin(block)
         engine.check_end()
@@ -246,13 +254,15 @@ def test_all_small_systems_come_to_rest() -> None:
 if __name__ == "__main__":
     import traceback
 
+    totals: Counter[str] = Counter()
     failures: dict[str, list[int]] = {}
     for seed in range(int(sys.argv[1]), int(sys.argv[2])):
         try:
-            run(seed)
+            totals.update(run(seed).scheduler.counters.as_dict())
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             name = f"{type(error).__name__} {frame.name}:{frame.lineno} {str(error)[:60]}"
             failures.setdefault(name, []).append(seed)
+    print(dict(totals))
     for name, seeds in sorted(failures.items(), key=lambda item: -len(item[1])):
         print(len(seeds), name, seeds[:5])
