@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -44,6 +45,13 @@ _SUMMARY_LINES = pytest.StashKey[list[str]]()
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_SUMMARY_LINES] = []
+
+
+@pytest.fixture(autouse=True)
+def the_path_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``--step-time`` adds the working directory to the path, as processes inherit it: there
+    they would find the sources instead of the installed package."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
 
 
 @pytest.fixture(scope="session")
