@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -66,8 +66,8 @@ class Preemption:
         counts: NDArray[np.int32] | None,
     ) -> tuple[list[Hashable], NDArray[np.int32], NDArray[np.int32] | None]:
         """Decide, before anything is appended, who yields. Returns who is left to decode."""
-        plan = self._plan(rows, counts)
-        if plan[0] <= plan[1]:
+        plan = self.bm.plan_append(rows, counts)
+        if plan.needed <= plan.available:
             return seqs, rows, counts
         seqs = seqs.copy()  # it may be the list of running sequences, which changes below
         for seq in [seq for seq in seqs if self._outgrew(seq)]:
@@ -90,7 +90,7 @@ class Preemption:
                 if seq not in self.roster.draining
             }
         )
-        needed, available, coming = self._plan(rows, counts, self._leaving_rows(victims))
+        needed, available, coming = self.bm.plan_append(rows, counts, self._leaving_rows(victims))
         if needed > available + coming:
             for request in islice(self.victim.order(self.roster.view()), len(self.roster.running)):
                 if units - len(victims) <= 1:
@@ -100,7 +100,7 @@ class Preemption:
                 victims.append(request)
                 out = {seq for victim in victims for seq in victim.members}
                 left, left_counts = self._without(seqs, rows, counts, out)
-                needed, available, coming = self._plan(
+                needed, available, coming = self.bm.plan_append(
                     left, left_counts, self._leaving_rows(victims)
                 )
                 if needed <= available + coming:
@@ -152,7 +152,7 @@ class Preemption:
             out = {seq for one in victims for seq in one.members}
             stay = [seq for seq in self.roster.running if seq not in out]
             rows = self.bm.rows([seq for seq in stay if seq not in self.roster.idle])
-            needed, available, coming = self._plan(rows, None, self._leaving_rows(victims))
+            needed, available, coming = self.bm.plan_append(rows, None, self._leaving_rows(victims))
             reserve = self.admission.reserve(request, self.roster.view(stay))
             has_place = (
                 self.options.max_running is None
@@ -168,19 +168,6 @@ class Preemption:
                 self._preempt_all(step, victims, place + 1, may_swap=False)
                 step.makes_way_for = request if victims else None
                 return
-
-    def _plan(
-        self,
-        rows: NDArray[np.int32],
-        counts: NDArray[np.int32] | None,
-        without: NDArray[np.int32] = NO_ROWS,
-    ) -> tuple[int, int, int]:
-        """Blocks needed, there at once, and coming, once those ``without`` have gone.
-
-        What those on their way out hold is coming whether or not a step is in flight.
-        """
-        plan = self.bm.plan_append(rows, counts, without)
-        return plan.needed, plan.available, plan.coming
 
     def _without(
         self,
@@ -211,7 +198,7 @@ class Preemption:
         members = [seq for seq in stays[0].members if seq not in self.roster.idle] if stays else []
         if len(members) < 2:
             return False
-        needed, _, _ = self._plan(self.bm.rows(members), None)
+        needed = self.bm.plan_append(self.bm.rows(members)).needed
         held = {block for seq in stays[0].members for block in self.bm.tables[seq].tolist()}
         blocks = len(held - {HOLE}) + needed
         if blocks <= self.bm.num_blocks:
@@ -272,20 +259,10 @@ class Preemption:
     def _resumed(self, request: Request) -> Resumed:
         """Make the queue entry of a request that is about to lose its blocks."""
         members = [self._member(seq) for seq in request.members]
-        first = members[0]
-        resumed = Resumed(first.seq, first.n_tokens, first.prompt)
-        attributes = request.__dict__ | {
-            "prompt": first.prompt,
-            "members": [],
-            "others": tuple(members[1:]),
-            "pending": first.pending,
-            "lost": first.lost,
-            "waited": False,
-        }
+        changes: dict[str, Any] = {"waited": False}
         if self.bm.prefix_caching:
-            attributes["retention"] = self.bm.retention(first.seq)
-        resumed.__dict__.update(attributes)
-        return resumed
+            changes["retention"] = self.bm.retention(members[0].seq)
+        return Resumed.of(request, members, **changes)
 
     def _member(self, seq: Hashable) -> Member:
         """Keep of a sequence what is known without its blocks."""

@@ -220,17 +220,24 @@ class Resumed(Request):
         """
         return min(self.prompt_tokens, other.n_tokens - 1) // block_size * block_size
 
-    def without_first(self) -> Resumed:
-        """Return the same request after its first sequence has ended. Needs others."""
-        first, *others = self.others
-        rest = Resumed(first.seq, first.n_tokens, first.prompt)
-        rest.__dict__.update(
-            self.__dict__
+    @classmethod
+    def of(cls, request: Request, members: Sequence[Member], **changes: Any) -> Self:
+        """Make the queue entry of ``request``, of which these members are to come back."""
+        first, *others = members
+        resumed = cls(first.seq, first.n_tokens)
+        resumed.__dict__.update(
+            request.__dict__
             | {
                 "prompt": first.prompt,
+                "members": [],
                 "others": tuple(others),
                 "pending": first.pending,
                 "lost": first.lost,
             }
+            | changes
         )
-        return rest
+        return resumed
+
+    def without_first(self) -> Resumed:
+        """Return the same request after its first sequence has ended. Needs others."""
+        return Resumed.of(self, self.others)

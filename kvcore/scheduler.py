@@ -301,9 +301,10 @@ class Scheduler:
             request.tenant = tenant
             request.siblings = tuple(siblings)
         self._check_request(request)
-        self.admission.reserve(request, self._roster.nobody)
         verdict = self._gate.never(request)
         if verdict is not None:
+            if verdict.reason is Reason.BAD_REQUEST:
+                self.admission.reserve(request, self._roster.nobody)  # raises, saying what
             raise RequestRefused(
                 f"n_tokens is {request.n_tokens}: {verdict.reason.value}; {request.seq!r} needs "
                 f"{verdict.needed} {UNITS.get(verdict.reason, 'blocks')} and can have "
@@ -382,9 +383,8 @@ class Scheduler:
                     self._swapping.host.blocks_to_return(member) for member in request.members
                 )
                 return Verdict(Reason.SWAPPED, needed, self.bm.num_available, place)
-        for place, item in enumerate(self.waiting):
-            if item[0] == seq:
-                request = item
+        for place, request in enumerate(self.waiting):
+            if request.seq == seq:
                 verdict = self._gate.never(request) or self._gate.not_now(request)
                 first = self.order.first(self.waiting, self._roster.step + 1)
                 if place != first:
@@ -854,8 +854,7 @@ class Scheduler:
         if seq in self.running:
             self._roster.leave(seq)
             return True
-        for place, item in enumerate(self.waiting):
-            request = item
+        for place, request in enumerate(self.waiting):
             if request.seq == seq:
                 del self.waiting[place]
                 if isinstance(request, Resumed) and request.others:

@@ -131,20 +131,9 @@ class Swapping:
             members.append(Member(seq, n_tokens + 1, prompt, pending, n_tokens))
             self.host.drop(seq)
             self.roster.forget(seq)
-        resumed = Resumed(members[0].seq, members[0].n_tokens, members[0].prompt)
-        resumed.__dict__.update(
-            last.__dict__
-            | {
-                "prompt": members[0].prompt,
-                "members": [],
-                "others": tuple(members[1:]),
-                "pending": members[0].pending,
-                "lost": members[0].lost,
-            }
-        )
         for resource in self.resources:
             resource.give(last)
-        self.waiting.appendleft(resumed)
+        self.waiting.appendleft(Resumed.of(last, members, waited=False))
         step.preempted.extend(member.seq for member in members)
         self.counters.preemptions_recompute += len(members)
 
