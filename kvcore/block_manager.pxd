@@ -130,6 +130,11 @@ cdef class BlockManager:
     cdef int out_of_blocks(self, int64_t needed, int64_t available) except -1
     cdef Prompt as_prompt(self, tokens, namespace, media, bint is_passing=*)
     cdef int32_t length_of(self, n_tokens, tokens, Prompt prompt) except -1
+    cdef int write_rows(
+        self, const int32_t *rows, const int32_t *tokens, cnp.npy_intp count
+    ) except -1
+    cdef int32_t publish_rows(self, const int32_t *rows, cnp.npy_intp count) noexcept
+    cdef int32_t publish_ready(self, const int32_t *rows, int32_t count) noexcept
     cdef int64_t num_unpublished(self, const int32_t *rows, cnp.npy_intp count) noexcept
     cdef cnp.ndarray ids_to_commit(self, tokens)
     cdef int check_tokens(

@@ -36,12 +36,12 @@ from kvcore._token_input cimport (
 )
 from kvcore.pool cimport (
     AHEAD, KEPT, BlockPool, available_blocks, lose_content, prefetch, release_block,
-    release_blocks_reversed, take_block, take_blocks, unlink_evictable,
+    release_blocks_reversed, ring_index, take_block, take_blocks, unlink_evictable,
 )
 from kvcore.prefix_index cimport (
     BARRED, NOWHERE, UNKNOWN_KEY, PrefixIndex, Prompt, begin_content, drop_key, find_beginning,
-    find_twin, hash_of, hold_key, index_t, make_prompt, publish, record_of, set_key,
-    tokens_of,
+    find_twin, hash_of, hold_key, index_t, make_prompt, publish, record_of, record_t,
+    set_key, tokens_of,
 )
 
 from kvcore.counters import Counter
@@ -83,6 +83,9 @@ assert NUM_COUNTERS == len(Counter)
 # looked up again when one has changed hands meanwhile, this often.
 cdef enum:
     ATTEMPTS = 1000
+
+cdef enum:
+    SOON = 16  # blocks taken between the moment at which one is fetched and its turn
 
 # What an append answers instead of a block.
 cdef enum:
@@ -137,8 +140,20 @@ cdef inline int32_t take(BlockManager self, int32_t row, int32_t column) noexcep
     self.counts[BLOCKS_TAKEN] += 1
     block = take_block(self.blocks)
     if self.contents != NULL:
+        expect_take(self)
         begin_content(self.contents, block, self.roots[row] if column == 0 else 0)
     return block
+
+
+cdef inline void expect_take(BlockManager self) noexcept nogil:
+    """What belongs to a block that is soon taken is fetched: it was last used long ago."""
+    cdef int32_t block
+    if self.blocks.num_free > SOON:
+        block = self.blocks.ring[ring_index(self.blocks, SOON)]
+        prefetch(&self.blocks.ref[block])
+        prefetch(&self.blocks.next[block])
+        prefetch(record_of(self.contents, block))
+        prefetch(tokens_of(self.contents, block))
 
 
 cdef inline void take_into(
@@ -643,22 +658,41 @@ cdef inline void write_tokens(
         count -= run
 
 
-cdef inline bint write_next(BlockManager self, int32_t row, int32_t token) noexcept nogil:
-    """write_tokens for one token of whose place nothing is noted, as in every decode.
+cdef cnp.npy_intp write_next_of(
+    BlockManager self, const int32_t *rows, const int32_t *tokens, cnp.npy_intp count
+) noexcept nogil:
+    """write_tokens for one token of each row, or none where it is -1; how many were served.
 
-    Else nothing changes. Needs no check_tokens: nobody can know another one.
+    Stops at a row of whose next place something is noted already, or which has no such
+    place; else nobody can know another token for it, and check_tokens is not needed. In a
+    decode that is every row. Each has that place somewhere else in memory, so it is fetched
+    while others are served.
     """
-    cdef index_t *contents = self.contents
-    cdef int32_t known = self.known_tokens[row]
-    cdef int32_t column = full_blocks(&self.slab, known)
-    cdef int32_t offset = known - column * self.slab.block_size
-    cdef int32_t block = table_of(&self.slab, row)[column]
-    if record_of(contents, block).filled != offset:
-        return False
-    tokens_of(contents, block)[offset] = token
-    record_of(contents, block).filled = offset + 1
-    self.known_tokens[row] = known + 1
-    return True
+    cdef slab_t slab = self.slab
+    cdef index_t contents = self.contents[0]
+    cdef int32_t *known_tokens = self.known_tokens
+    cdef cnp.npy_intp i
+    cdef int32_t known, offset, column, block
+    for i in range(count):
+        if i + AHEAD < count:
+            known = known_tokens[rows[i + AHEAD]]
+            column = full_blocks(&slab, known)
+            if column < slab.num_columns:
+                prefetch(record_of(&contents, table_of(&slab, rows[i + AHEAD])[column]))
+        if tokens[i] < 0:
+            continue
+        known = known_tokens[rows[i]]
+        if known >= slab.lengths[rows[i]]:
+            return i
+        column = full_blocks(&slab, known)
+        offset = known - column * slab.block_size
+        block = table_of(&slab, rows[i])[column]
+        if block == HOLE or record_of(&contents, block).filled != offset:
+            return i
+        tokens_of(&contents, block)[offset] = tokens[i]
+        record_of(&contents, block).filled = offset + 1
+        known_tokens[rows[i]] = known + 1
+    return count
 
 
 cdef inline bint holds(
@@ -729,6 +763,41 @@ cdef int32_t publish_settled(BlockManager self, int32_t row, int32_t n_settled) 
         self.published_blocks[row] = column + 1
     self.counts[BLOCKS_PUBLISHED] += count
     return count
+
+
+cdef inline void expect_publish(BlockManager self, int32_t row) noexcept nogil:
+    """Fetch what ``hash_next`` reads. Needs: the row has a full block to publish."""
+    cdef int32_t column = self.published_blocks[row]
+    cdef const int32_t *cells = table_of(&self.slab, row)
+    if cells[column] == HOLE:
+        return
+    prefetch(&self.blocks.next[cells[column]])
+    if column > 0 and cells[column - 1] != HOLE:
+        prefetch(record_of(self.contents, cells[column - 1]))
+
+
+cdef inline void hash_next(BlockManager self, int32_t row) noexcept nogil:
+    """Hash the block that a row publishes next, if it can, and fetch its bucket.
+
+    Needs: the row has a full block to publish.
+    """
+    cdef int32_t column = self.published_blocks[row]
+    cdef const int32_t *cells = table_of(&self.slab, row)
+    cdef record_t *record
+    cdef uint64_t previous = 0
+    if cells[column] == HOLE or (column > 0 and cells[column - 1] == HOLE):
+        return
+    if column > 0:
+        record = record_of(self.contents, cells[column - 1])
+        if record.uid == 0:
+            return
+        previous = record.hash
+    record = record_of(self.contents, cells[column])
+    if record.hash == 0:
+        record.hash = hash_of(
+            self.contents, previous, tokens_of(self.contents, cells[column]), record.key
+        )
+    prefetch(&self.contents.buckets[record.hash & self.contents.bucket_mask])
 
 
 # ---------------------------------------------------------------- the C interface
@@ -2213,53 +2282,51 @@ cdef class BlockManager:
             Not such arrays, a row that no live sequence has or whose tokens are all
             known, or a token that a sharer of the block knows otherwise.
         """
-        cdef const int32_t *row = int32_data(rows)
-        cdef int32_t published = 0, before
-        cdef cnp.npy_intp count, i, j
         check_array(rows, "rows", sizeof(int32_t), writable=False)
         cdef cnp.ndarray ids = self.ids_to_commit(given(tokens))
-        cdef int32_t *token = int32_data(ids)
-        count = cnp.PyArray_SIZE(rows)
+        cdef cnp.npy_intp count = cnp.PyArray_SIZE(rows)
         if self.contents == NULL:
             return 0
         if cnp.PyArray_SIZE(ids) != count:
             raise ValueError(f"tokens has {cnp.PyArray_SIZE(ids)} entries for {count} rows")
         with cython.critical_section(self.pool):
-            # Tokens beyond those that a row knows are anybody's to overwrite: if a later
-            # entry is refused, taking back what was counted up undoes it all.
-            i = 0
-            try:
-                for i in range(count):
-                    if not 0 <= row[i] < self.num_rows or self.slab.lengths[row[i]] < 0:
-                        self.no_such_row(row, i)
-                    if self.known_tokens[row[i]] >= self.slab.lengths[row[i]]:
-                        raise ValueError(
-                            f"rows: entry {i} is {row[i]}, all of whose "
-                            f"{self.known_tokens[row[i]]} tokens are known"
-                        )
-                    if self.has_holes:
-                        self.check_no_hole(
-                            row[i], self.known_tokens[row[i]], self.known_tokens[row[i]] + 1
-                        )
-                    if not write_next(self, row[i], token[i]):
-                        self.check_tokens(row[i], self.known_tokens[row[i]], token + i, 1)
-                        write_tokens(self, row[i], token + i, 1)
-                i = count
-                if self.merge_duplicates:
-                    self.reserve_fence(self.num_unpublished(row, count))
-            except BaseException:
-                for j in range(i):
-                    self.known_tokens[row[j]] -= 1
-                raise
-            for i in range(count):
-                before = self.published_blocks[row[i]]
-                if before != CLOSED and full_blocks(&self.slab, self.known_tokens[row[i]]) > before:
-                    published += publish_settled(self, row[i], self.known_tokens[row[i]])
-                    if self.retention_by_row:
-                        self.retain_blocks(
-                            row[i], max(before, 0), self.published_blocks[row[i]]
-                        )
-            return published
+            self.check_rows(int32_data(rows), count, "rows")
+            self.write_rows(int32_data(rows), int32_data(ids), count)
+            return self.publish_rows(int32_data(rows), count)
+
+    cdef int write_rows(
+        self, const int32_t *rows, const int32_t *tokens, cnp.npy_intp count
+    ) except -1:
+        """Note one more token for each row, unless it is -1; all or nothing.
+
+        Needs: live rows, tokens from -1.
+        """
+        cdef cnp.npy_intp i = 0, j
+        # Tokens beyond those that a row knows are anybody's to overwrite: if a later
+        # entry is refused, taking back what was counted up undoes it all.
+        try:
+            while True:
+                i += write_next_of(self, rows + i, tokens + i, count - i)
+                if i == count:
+                    break
+                if self.known_tokens[rows[i]] >= self.slab.lengths[rows[i]]:
+                    raise ValueError(
+                        f"rows: entry {i} is {rows[i]}, all of whose "
+                        f"{self.known_tokens[rows[i]]} tokens are known"
+                    )
+                self.check_no_hole(
+                    rows[i], self.known_tokens[rows[i]], self.known_tokens[rows[i]] + 1
+                )
+                self.check_tokens(rows[i], self.known_tokens[rows[i]], tokens + i, 1)
+                write_tokens(self, rows[i], tokens + i, 1)
+                i += 1
+            if self.merge_duplicates:
+                self.reserve_fence(self.num_unpublished(rows, count))
+        except BaseException:
+            for j in range(i):
+                self.known_tokens[rows[j]] -= tokens[j] >= 0
+            raise
+        return 0
 
     def commit_pending(
         self, cnp.ndarray rows not None, cnp.ndarray pending not None, sampled=None, /
@@ -2292,8 +2359,7 @@ cdef class BlockManager:
         cdef const int32_t *row = int32_data(rows)
         cdef int32_t *last = int32_data(pending)
         cdef const int32_t *new = NULL
-        cdef int32_t published = 0, before
-        cdef cnp.npy_intp count = cnp.PyArray_SIZE(rows), i, j
+        cdef cnp.npy_intp count = cnp.PyArray_SIZE(rows), i
         check_array(rows, "rows", sizeof(int32_t), writable=False)
         check_array(pending, "pending", sizeof(int32_t), writable=True)
         if sampled is not None:
@@ -2310,49 +2376,53 @@ cdef class BlockManager:
                     raise ValueError(f"sampled: entry {i} must be at least 0, got {new[i]}")
         if self.contents == NULL:
             return 0
+        cdef cnp.ndarray written = int32_zeros(count)
         with cython.critical_section(self.pool):
             self.check_rows(row, count, "rows")
-            i = 0
-            try:
-                for i in range(count):
-                    if row[i] >= cnp.PyArray_SIZE(pending):
-                        raise ValueError(
-                            f"pending has {cnp.PyArray_SIZE(pending)} entries, but there is a "
-                            f"row {row[i]}"
-                        )
-                    if last[row[i]] < 0:
-                        continue
-                    if self.known_tokens[row[i]] >= self.slab.lengths[row[i]]:
-                        raise ValueError(
-                            f"rows: entry {i} is {row[i]}, all of whose "
-                            f"{self.known_tokens[row[i]]} tokens are known"
-                        )
-                    if self.has_holes:
-                        self.check_no_hole(
-                            row[i], self.known_tokens[row[i]], self.known_tokens[row[i]] + 1
-                        )
-                    if not write_next(self, row[i], last[row[i]]):
-                        self.check_tokens(row[i], self.known_tokens[row[i]], last + row[i], 1)
-                        write_tokens(self, row[i], last + row[i], 1)
-                i = count
-                if self.merge_duplicates:
-                    self.reserve_fence(self.num_unpublished(row, count))
-            except BaseException:
-                for j in range(i):
-                    self.known_tokens[row[j]] -= last[row[j]] >= 0
-                raise
             for i in range(count):
-                if last[row[i]] < 0:
-                    continue
-                last[row[i]] = -1 if new == NULL else new[i]
-                before = self.published_blocks[row[i]]
-                if before != CLOSED and full_blocks(&self.slab, self.known_tokens[row[i]]) > before:
-                    published += publish_settled(self, row[i], self.known_tokens[row[i]])
-                    if self.retention_by_row:
-                        self.retain_blocks(
-                            row[i], max(before, 0), self.published_blocks[row[i]]
-                        )
-            return published
+                if row[i] >= cnp.PyArray_SIZE(pending):
+                    raise ValueError(
+                        f"pending has {cnp.PyArray_SIZE(pending)} entries, but there is a "
+                        f"row {row[i]}"
+                    )
+                int32_data(written)[i] = last[row[i]]
+            self.write_rows(row, int32_data(written), count)
+            for i in range(count):
+                if int32_data(written)[i] >= 0:
+                    last[row[i]] = -1 if new == NULL else new[i]
+            return self.publish_rows(row, count)
+
+    cdef int32_t publish_rows(self, const int32_t *rows, cnp.npy_intp count) noexcept:
+        """Publish what is known of these rows, all of it settled; how many blocks were.
+
+        A block meets its bucket and its predecessor for the first time in a while. So
+        rows with a full block are gathered, and served when what they need was fetched.
+        Needs: reserve_fence for what they publish, if duplicates are merged.
+        """
+        cdef int32_t[AHEAD] ready
+        cdef int32_t num_ready = 0, published = 0, before
+        cdef cnp.npy_intp i
+        for i in range(count):
+            before = self.published_blocks[rows[i]]
+            if before != CLOSED and full_blocks(&self.slab, self.known_tokens[rows[i]]) > before:
+                expect_publish(self, rows[i])
+                ready[num_ready] = rows[i]
+                num_ready += 1
+                if num_ready == AHEAD:
+                    published += self.publish_ready(ready, num_ready)
+                    num_ready = 0
+        return published + self.publish_ready(ready, num_ready)
+
+    cdef int32_t publish_ready(self, const int32_t *rows, int32_t count) noexcept:
+        cdef int32_t published = 0, before, i
+        for i in range(count):
+            hash_next(self, rows[i])
+        for i in range(count):
+            before = self.published_blocks[rows[i]]
+            published += publish_settled(self, rows[i], self.known_tokens[rows[i]])
+            if self.retention_by_row:
+                self.retain_blocks(rows[i], max(before, 0), self.published_blocks[rows[i]])
+        return published
 
     cdef int64_t num_unpublished(self, const int32_t *rows, cnp.npy_intp count) noexcept:
         """Full known blocks that the rows have not published, some counted more than once."""

@@ -31,11 +31,16 @@ from libc.string cimport memcpy
 
 cdef extern from *:
     """
+    static inline void kvcore_prefetch(const void *address)
+    {
     #if defined(__GNUC__) || defined(__clang__)
-    #define kvcore_prefetch(address) __builtin_prefetch(address)
+        __builtin_prefetch(address);
+        /* GCC drops the call of a function that does nothing but prefetch. */
+        __asm__ volatile ("");
     #else
-    #define kvcore_prefetch(address) ((void)(address))
+        (void)address;
     #endif
+    }
     """
     void prefetch "kvcore_prefetch"(const void *address) noexcept nogil
 
