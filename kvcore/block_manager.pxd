@@ -202,7 +202,8 @@ cdef int32_t available(BlockManager manager) noexcept nogil
 # Row of a live sequence; KeyError otherwise.
 cdef int32_t row_of(BlockManager manager, seq) except -1
 
-# Make room for n_tokens more tokens of a row: call it before their append_row.
+# Make room for n_tokens more tokens of a row, or for as many as the pool could have blocks
+# for: call it before their append_row, and again when a window has given blocks back.
 # MemoryError or ValueError, and nothing changed.
 cdef int reserve(BlockManager manager, int32_t row, int64_t n_tokens) except -1
 

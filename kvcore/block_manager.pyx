@@ -395,6 +395,20 @@ cdef inline int32_t blocks_to_append(
     return growth + (n_tokens > 0 and tail_is_shared(self, row))
 
 
+cdef inline int64_t columns_to_append(
+    BlockManager self, int32_t length, int32_t n_tokens
+) noexcept nogil:
+    """Columns of a table after as many of ``n_tokens`` as the pool could ever give blocks for.
+
+    A table with holes spans more columns than the pool has blocks. Needs: the new length
+    fits int32.
+    """
+    cdef int64_t most = self.blocks.num_blocks
+    if self.has_holes:
+        most += blocks_for(&self.slab, length)
+    return min(blocks_for(&self.slab, length + n_tokens), most)
+
+
 cdef int64_t let_go(BlockManager self, const int32_t *rows, cnp.npy_intp count) noexcept nogil:
     """Count the references of rows down, for a look. Returns the blocks that nobody holds then.
 
@@ -812,10 +826,11 @@ cdef int32_t row_of(BlockManager manager, seq) except -1:
 
 
 cdef int reserve(BlockManager manager, int32_t row, int64_t n_tokens) except -1:
-    cdef int32_t blocks
     manager.prepare_append(row, n_tokens)
-    blocks = blocks_for(&manager.slab, manager.slab.lengths[row] + <int32_t>n_tokens)
-    return manager.grow(manager.num_rows, min(blocks, manager.blocks.num_blocks))
+    return manager.grow(
+        manager.num_rows,
+        columns_to_append(manager, manager.slab.lengths[row], <int32_t>n_tokens),
+    )
 
 
 cdef int64_t append_row(
@@ -1021,11 +1036,13 @@ cdef class BlockManager:
         """Make the slab at least that large; MemoryError, and nothing changed."""
         cdef int32_t row, old_rows = self.num_rows
         cdef int64_t old_columns = self.slab.num_columns
+        cdef int64_t most  # columns that doubling may come to
         if rows <= old_rows and columns <= old_columns:
             return 0
         rows = max(rows, old_rows)
         if columns > old_columns:
-            columns = max(columns, min(2 * old_columns, self.blocks.num_blocks))
+            most = MAX_TOKENS if self.has_holes else self.blocks.num_blocks
+            columns = max(columns, min(2 * old_columns, most))
         # An odd number of cache lines a row: with a power of two, the same column of
         # every row would fall into the same few cache sets, and a batch append reads
         # exactly one column of every row.
@@ -1489,19 +1506,20 @@ cdef class BlockManager:
     ) except -1:
         """prepare_append_batch with a number of tokens for each row."""
         cdef cnp.ndarray after = int64_zeros(self.num_rows)
-        cdef int64_t length, longest = 0
+        cdef int64_t columns = 0
         cdef cnp.npy_intp i
         self.check_rows(rows, count, "rows")
         for i in range(count):
             int64_data(after)[rows[i]] += counts[i]
-            length = self.slab.lengths[rows[i]] + int64_data(after)[rows[i]]
-            longest = max(longest, length)
-        if longest > MAX_TOKENS:
-            raise ValueError(f"counts: a sequence cannot grow past {MAX_TOKENS} tokens")
-        self.grow(
-            self.num_rows,
-            min(blocks_for(&self.slab, <int32_t>longest), self.blocks.num_blocks),
-        )
+            if self.slab.lengths[rows[i]] + int64_data(after)[rows[i]] > MAX_TOKENS:
+                raise ValueError(f"counts: a sequence cannot grow past {MAX_TOKENS} tokens")
+            columns = max(
+                columns,
+                columns_to_append(
+                    self, self.slab.lengths[rows[i]], <int32_t>int64_data(after)[rows[i]]
+                ),
+            )
+        self.grow(self.num_rows, columns)
         if cnp.PyArray_DIM(self.pair_array, 0) < count:
             self.pair_array = int32_table(count, 2)
         return self.reserve_fence(count)
@@ -1629,10 +1647,7 @@ cdef class BlockManager:
             longest = max(longest, length)
         if longest + <int64_t>count > MAX_TOKENS and self.longest_after(rows, count) > MAX_TOKENS:
             raise ValueError(f"rows: a sequence cannot grow past {MAX_TOKENS} tokens")
-        self.grow(
-            self.num_rows,
-            min(full_blocks(&self.slab, longest) + 1, self.blocks.num_blocks),
-        )
+        self.grow(self.num_rows, columns_to_append(self, longest, 1))
         if cnp.PyArray_DIM(self.pair_array, 0) < count:
             self.pair_array = int32_table(count, 2)
         return self.reserve_fence(count)

@@ -179,6 +179,20 @@ def test_a_loop_in_c_never_writes_into_what_others_can_find(consumer: ModuleType
     assert in_c.gauges() == in_python.gauges()
 
 
+def test_a_loop_in_c_grows_a_table_with_holes_past_the_blocks_of_the_pool(
+    consumer: ModuleType,
+) -> None:
+    """A window of one token: 1,000 columns, of which it holds at most 5 blocks at a time."""
+    bm = BlockManager(5, 1, columns=1)
+    bm.allocate("a", 1)
+    while bm.lens["a"] < 1_000:
+        bm.release_outside_window(bm.rows(["a"]), bm.lengths_of(bm.rows(["a"])), 1)
+        slots, copies = consumer.append(bm, "a", 6)
+        assert (len(slots), copies) == (5, [])
+        assert bm.slots("a", bm.lens["a"] - 5).tolist() == slots
+    bm.check()
+
+
 def test_errors_cross_the_c_interface(consumer: ModuleType) -> None:
     with pytest.raises(KeyError, match="nobody"):
         consumer.append(BlockManager(4, 4), "nobody", 1)

@@ -325,6 +325,27 @@ def test_columns_that_the_system_refuses_change_nothing(call: Call) -> None:
 
 @pytest.mark.parametrize(
     "call",
+    [
+        lambda bm: bm.append_slot("a"),
+        lambda bm: bm.append_slots("a", 1),
+        lambda bm: bm.append_batch(bm.rows(["a"]), np.zeros(1, np.int64)),
+        lambda bm: bm.append_batch(bm.rows(["a"]), np.zeros(1, np.int64), np.array([1], np.int32)),
+    ],
+    ids=["append_slot", "append_slots", "append_batch", "append_batch with counts"],
+)
+def test_a_table_with_holes_that_has_no_column_left_says_so(call: Call) -> None:
+    """It spans more columns than the pool has blocks, and one more is refused."""
+    rows = 2**10
+    bm = BlockManager(8, 1, rows=rows, columns=BIG // rows)
+    columns = bm.block_tables.shape[1]
+    holes = np.full(columns - 1, -1, np.int32)
+    bm.restore("a", columns, np.arange(columns - 1, dtype=np.int32), holes)
+    refused_memory_then_served(bm, lambda: call(bm))
+    assert bm.lens["a"] == columns + 1
+
+
+@pytest.mark.parametrize(
+    "call",
     [lambda bm: bm.allocate("new", 1), lambda bm: bm.fork(0, "new")],
     ids=["allocate", "fork"],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -126,4 +128,31 @@ def test_a_bad_argument_is_named_and_gives_nothing_back(arguments: tuple, named:
     with pytest.raises(ValueError, match=named):
         bm.release_outside_window(int32(*rows), int32(*lengths), window, sinks)
     assert bm.pool.num_free == 7
+    bm.check()
+
+
+APPENDS: dict[str, Callable[[BlockManager, np.ndarray], object]] = {
+    "append_slot": lambda bm, rows: bm.append_slot("a"),
+    "append_slots": lambda bm, rows: bm.append_slots("a", 1),
+    "append_batch": lambda bm, rows: bm.append_batch(rows, np.zeros(1, np.int64)),
+    "append_batch with counts": lambda bm, rows: bm.append_batch(
+        rows, np.zeros(1, np.int64), int32(1)
+    ),
+}
+
+
+@pytest.mark.parametrize("append", APPENDS.values(), ids=list(APPENDS))
+def test_a_table_may_span_more_columns_than_the_pool_has_blocks(
+    append: Callable[[BlockManager, np.ndarray], object],
+) -> None:
+    """And the slab grows by doubling then too, not by a few columns at a time."""
+    bm = BlockManager(4, 1, columns=1)
+    bm.allocate("a", 1)
+    rows, generation = bm.rows(["a"]), bm.table_generation
+    for length in range(2, 4_000):
+        append(bm, rows)
+        assert bm.release_outside_window(rows, int32(length), 2) == 1
+        assert bm.lens["a"] == length == len(bm.tables["a"])
+    assert bm.tables["a"].tolist().count(-1) == 3_998
+    assert bm.table_generation - generation < 12
     bm.check()
