@@ -23,7 +23,7 @@
 # agree in one column agree in all columns before it: blocks are shared by fork, reorder
 # and prefix hits, which share everything from column 0 on, and a cell changes only while
 # it is a table's last. With prefix caching they agree in content only: a column before may
-# hold another copy of it.
+# hold another copy of it; and so it is of a table that restore has put together.
 #
 # The C interface is the functions at the end: cimport them for a loop of your own.
 # They check nothing and need the GIL, or whatever else keeps other threads away. It
@@ -63,6 +63,7 @@ cdef class BlockManager:
     cdef int64_t *counts
     cdef int32_t num_rows
     cdef bint has_holes  # a window has given blocks back: some cells are -1
+    cdef bint has_restored  # restore has put tables together
 
     cdef int64_t version  # of the assignment of rows
     cdef int32_t num_spare
@@ -101,11 +102,13 @@ cdef class BlockManager:
     cdef int unknown(self, seq) except -1
     cdef cnp.ndarray find_all(self, list seqs)
     cdef int32_t bind(self, seq, str name) except -1
+    cdef int check_not_live(self, seq, str name) except -1
     cdef int unbind(self, seq) except -1
     cdef int check_cut(self, int32_t row, int32_t length, str name) except -1
     cdef int check_no_hole(self, int32_t row, int32_t start, int32_t stop) except -1
     cdef int check_fork(self, int32_t source, int64_t length, parent) except -1
     cdef int grow(self, int64_t rows, int64_t columns) except -1
+    cdef int grow_for_one_more(self, int64_t columns) except -1
     cdef inline int prepare_append(self, int32_t row, int64_t n_tokens) except -1
     cdef int prepare_append_batch(self, const int32_t *rows, cnp.npy_intp count) except -1
     cdef int64_t longest_after(self, const int32_t *rows, cnp.npy_intp count) except -1
@@ -116,6 +119,10 @@ cdef class BlockManager:
     cdef int check_rows(self, const int32_t *rows, cnp.npy_intp count, str name) except -1
     cdef int check_distinct(
         self, const int32_t *rows, cnp.npy_intp count, cnp.ndarray seen, str name
+    ) except -1
+    cdef int check_restore(
+        self, int32_t length, Prompt prompt, const int32_t *columns, const int32_t *blocks,
+        cnp.npy_intp count,
     ) except -1
     cdef int check_kept(
         self, Prompt prompt, const int32_t *columns, const int32_t *blocks, cnp.npy_intp count

@@ -984,7 +984,8 @@ cdef class BlockManager:
         """Make ``seq`` a live sequence without tokens, or a ValueError if it is live."""
         cdef int32_t row
         if self.num_spare == 0:
-            self.grow(2 * <int64_t>self.num_rows, self.slab.num_columns)
+            self.check_not_live(seq, name)
+            self.grow_for_one_more(self.slab.num_columns)
         self.num_spare -= 1
         row = self.spare[self.num_spare]
         self.num_binding += 1
@@ -1005,6 +1006,11 @@ cdef class BlockManager:
             self.cut_columns[row] = UNCUT
         self.version += 1
         return row
+
+    cdef int check_not_live(self, seq, str name) except -1:
+        if seq in self.rows_by_seq:
+            raise ValueError(f"{name} {seq!r} is a live sequence already")
+        return 0
 
     cdef int unbind(self, seq) except -1:
         """The one way out of a row: the sequence ends and its blocks are dropped."""
@@ -1091,6 +1097,12 @@ cdef class BlockManager:
         self.spare_array, self.spare = spare, int32_data(spare)
         self.generation += 1
         return 0
+
+    cdef int grow_for_one_more(self, int64_t columns) except -1:
+        """Room for one more sequence of that many columns; MemoryError, and nothing changed."""
+        return self.grow(
+            self.num_rows if self.num_spare else 2 * <int64_t>self.num_rows, columns
+        )
 
     cdef int reserve_fence(self, int64_t references) except -1:
         """Room in the fence for that many dropped references, if a step is in flight."""
@@ -1179,7 +1191,7 @@ cdef class BlockManager:
                 plan = plan_allocation(self, prompt, length)
                 if plan.needed > plan.available:
                     self.out_of_blocks(plan.needed, plan.available)
-                self.grow(self.num_rows, total)
+                self.grow_for_one_more(total)
             row = self.bind(seq, "seq")
             try:
                 # Once more: comparing ids may have let others run.
@@ -1833,9 +1845,9 @@ cdef class BlockManager:
         ----------
         seq : hashable
         n_tokens : int
-        columns : array_like of int
+        columns : sequence of int
             Ascending columns of the table.
-        blocks : array_like of int
+        blocks : sequence of int
             Their blocks: in use, each gets a holder more. -1 for one that a window has
             given back.
         tokens : Prompt, optional
@@ -1855,12 +1867,11 @@ cdef class BlockManager:
         ValueError, TypeError
             ``seq`` is live, or an argument is not what it should be.
         """
-        cdef int64_t given_length = integer(n_tokens, "n_tokens", 0, MAX_TOKENS)
-        cdef int32_t length = <int32_t>given_length
+        cdef int32_t length = <int32_t>integer(n_tokens, "n_tokens", 0, MAX_TOKENS)
         cdef int32_t total = blocks_for(&self.slab, length)
         cdef Prompt prompt = None
-        cdef cnp.ndarray kept_columns = np.ascontiguousarray(columns, np.int32)
-        cdef cnp.ndarray kept_blocks = np.ascontiguousarray(blocks, np.int32)
+        cdef cnp.ndarray kept_columns = as_int32(columns, "columns")
+        cdef cnp.ndarray kept_blocks = as_int32(blocks, "blocks")
         cdef const int32_t *column = int32_data(kept_columns)
         cdef const int32_t *block = int32_data(kept_blocks)
         cdef cnp.npy_intp count = cnp.PyArray_SIZE(kept_columns)
@@ -1869,10 +1880,9 @@ cdef class BlockManager:
         cdef int32_t row, start
         cdef cnp.ndarray fresh
         cdef int32_t *cells
-        if kept_columns.ndim != 1 or np.shape(kept_columns) != np.shape(kept_blocks):
+        if cnp.PyArray_SIZE(kept_blocks) != count:
             raise ValueError(
-                f"columns and blocks must be as long as each other, got shapes "
-                f"{np.shape(kept_columns)} and {np.shape(kept_blocks)}"
+                f"blocks has {cnp.PyArray_SIZE(kept_blocks)} entries for {count} columns"
             )
         held = kept_blocks[kept_blocks != HOLE]
         if len(np.unique(held)) != len(held):
@@ -1892,20 +1902,19 @@ cdef class BlockManager:
                     f"n_tokens is {length}, but {prompt.num_tokens} tokens are given"
                 )
         with cython.critical_section(self.pool):
+            self.check_not_live(seq, "seq")
+            if prompt is not None:
+                self.prefix.resolve_keys(prompt)
+            self.check_restore(length, prompt, column, block, count)
+            fresh = cnp.PyArray_EMPTY(1, &num_fresh, cnp.NPY_INT32, 0)
+            self.grow_for_one_more(total)
             row = self.bind(seq, "seq")
             try:
-                for i in range(count):
-                    if block[i] == HOLE and column[i] < full_blocks(&self.slab, length):
-                        continue
-                    if not 0 <= block[i] < self.blocks.num_blocks or self.blocks.ref[block[i]] == 0:
-                        raise ValueError(f"blocks: entry {i} is {block[i]}, which nobody holds")
-                if num_fresh > available_blocks(self.blocks):
-                    self.out_of_blocks(num_fresh, available_blocks(self.blocks))
+                # Once more: comparing ids may have let others run.
                 if prompt is not None:
                     self.prefix.intern_keys(prompt)
-                    self.check_kept(prompt, column, block, count)
+                self.check_restore(length, prompt, column, block, count)
                 self.grow(self.num_rows, total)
-                fresh = cnp.PyArray_EMPTY(1, &num_fresh, cnp.NPY_INT32, 0)
             except BaseException:
                 self.unbind(seq)
                 raise
@@ -1931,10 +1940,30 @@ cdef class BlockManager:
                         self.blocks.ref[block[i]] += 1
                 start = total + 1
             self.slab.lengths[row] = length
+            self.has_restored |= count > 0
             if prompt is not None:
                 self.write_restored(row, prompt, column, count)
             self.counts[SEQUENCES_ALLOCATED] += 1
             return fresh
+
+    cdef int check_restore(
+        self, int32_t length, Prompt prompt, const int32_t *columns, const int32_t *blocks,
+        cnp.npy_intp count,
+    ) except -1:
+        """Whether a table of that length can be made around these blocks now.
+
+        Needs: the keys of the prompt, if there is one, are resolved.
+        """
+        cdef int64_t needed = blocks_for(&self.slab, length) - count
+        cdef cnp.npy_intp i
+        for i in range(count):
+            if blocks[i] == HOLE and columns[i] < full_blocks(&self.slab, length):
+                continue
+            if not 0 <= blocks[i] < self.blocks.num_blocks or self.blocks.ref[blocks[i]] == 0:
+                raise ValueError(f"blocks: entry {i} is {blocks[i]}, which nobody holds")
+        if needed > available_blocks(self.blocks):
+            self.out_of_blocks(needed, available_blocks(self.blocks))
+        return 0 if prompt is None else self.check_kept(prompt, columns, blocks, count)
 
     cdef int check_kept(
         self, Prompt prompt, const int32_t *columns, const int32_t *blocks, cnp.npy_intp count
@@ -2101,8 +2130,10 @@ cdef class BlockManager:
 
         Takes no block and owes no copy: beams that come from one parent share its
         partial last block, and the appends that follow report the copies, one fewer
-        than there are holders. O(len(seqs) + blocks in which child and parent differ); with
-        prefix caching, whose tables may hold copies of one content, all blocks are compared.
+        than there are holders. O(len(seqs) + blocks in which child and parent differ). All
+        blocks are compared where equal ones do not tell that all before them are equal too:
+        with prefix caching, whose tables may hold copies of one content, and once a window
+        or ``restore`` has put a table together.
 
         Parameters
         ----------
@@ -2150,8 +2181,7 @@ cdef class BlockManager:
                 length[i] = self.slab.lengths[source[i]]
                 held = blocks_for(&self.slab, self.slab.lengths[row[i]])
                 column = min(held, blocks_for(&self.slab, length[i]))
-                # Blocks agree from the front on; two holes that agree say nothing of that.
-                from_front = self.contents != NULL or self.has_holes
+                from_front = self.contents != NULL or self.has_holes or self.has_restored
                 if from_front:
                     column = common_columns(&self.slab, row[i], source[i], column)
                 while (
@@ -3133,6 +3163,19 @@ cdef object given(tokens):
     if tokens is None:
         raise TypeError("tokens must be a buffer or a sequence, got None")
     return tokens
+
+
+cdef cnp.ndarray as_int32(values, str name):
+    """``values`` as a new array of int32, or an error naming both."""
+    cdef list listed = items(
+        values.tolist() if isinstance(values, np.ndarray) else values, name
+    )
+    cdef cnp.npy_intp count = len(listed), i
+    cdef cnp.ndarray numbers = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT32, 0)
+    entry = f"{name}: an entry"
+    for i in range(count):
+        int32_data(numbers)[i] = <int32_t>integer(listed[i], entry, -MAX_TOKENS, MAX_TOKENS)
+    return numbers
 
 
 cdef int64_t check_counts(cnp.ndarray rows, cnp.ndarray counts) except -1:

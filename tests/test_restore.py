@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from state import snapshot
+from state import slab_snapshot, snapshot
 
 from kvcore.block_manager import BlockManager
 from kvcore.errors import OutOfBlocks
@@ -51,6 +51,13 @@ BAD: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
     "a column twice": (("new", 4, [0, 0], [0, 1]), ValueError),
     "past the table": (("new", 4, [2], [0]), ValueError),
     "a negative column": (("new", 4, [-1], [0]), ValueError),
+    "a part of a column": (("new", 4, [0.5], [0]), TypeError),
+    "a part of a block": (("new", 4, [0], [0.5]), TypeError),
+    "an array of floats": (("new", 4, np.array([0.0]), [0]), TypeError),
+    "no sequence": (("new", 4, 0, [0]), TypeError),
+    "two dimensions": (("new", 4, [[0]], np.array([[0]])), TypeError),
+    "a column beyond int32": (("new", 4, np.array([2**32]), [0]), ValueError),
+    "a block beyond int64": (("new", 4, [0], [2**64]), ValueError),
     "a free block": (("new", 4, [0], [5]), ValueError),
     "past the pool": (("new", 4, [0], [8]), ValueError),
     "a hole where it writes": (("new", 3, [1], [-1]), ValueError),
@@ -60,15 +67,64 @@ BAD: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
 
 @pytest.mark.parametrize(("arguments", "error"), BAD.values(), ids=list(BAD))
 def test_a_bad_argument_changes_nothing(arguments: Any, error: type[Exception]) -> None:
-    bm = BlockManager(8, 2)
+    """Neither do the arrays move that are read without a copy."""
+    bm = BlockManager(8, 2, rows=1)
     bm.allocate("a", 4)
-    before = snapshot(bm)
+    before = snapshot(bm) | slab_snapshot(bm)
     with pytest.raises(error):
         bm.restore(*arguments)
-    after = snapshot(bm)
+    after = snapshot(bm) | slab_snapshot(bm)
     if error is OutOfBlocks:
         del before["counters"], after["counters"]
     assert after == before
+    bm.check()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "value"),
+    [
+        (("new", 4, [0, 1.5], [0, 1]), "columns", "1.5"),
+        (("new", 4, np.array([0.0]), [0]), "columns", "0.0"),
+        (("new", 4, [0], ["0"]), "blocks", "'0'"),
+        (("new", 4, [0], np.array([2**32])), "blocks", "4294967296"),
+        (("new", 2.5, [0], [0]), "n_tokens", "2.5"),
+        (("new", 4, 7, [0]), "columns", "7"),
+    ],
+)
+def test_what_is_no_whole_number_is_named_and_never_cut(
+    arguments: Any, named: str, value: str
+) -> None:
+    bm = BlockManager(8, 2)
+    bm.allocate("a", 4)
+    with pytest.raises((TypeError, ValueError), match=f"{named}.* {value}"):
+        bm.restore(*arguments)
+
+
+def test_a_live_id_is_refused_before_the_slab_grows_for_it() -> None:
+    """The manager has one row, and it is taken."""
+    bm = BlockManager(8, 2, rows=1)
+    bm.allocate("a", 4)
+    before = slab_snapshot(bm)
+    for call in (
+        lambda: bm.fork("a", "a"),
+        lambda: bm.allocate("a", 1),
+        lambda: bm.restore("a", 4, [0], [0]),
+    ):
+        with pytest.raises(ValueError, match="'a' is a live sequence already"):
+            call()
+        assert slab_snapshot(bm) == before
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_a_beam_from_a_restored_sequence_gets_all_of_its_blocks(prefix_caching: bool) -> None:
+    """The last block stayed and the ones before it did not: equal at the end, not before."""
+    bm = BlockManager(12, 2, prefix_caching=prefix_caching)
+    bm.allocate("a", 6)
+    fresh = bm.restore("b", 6, [2], [2])
+    assert bm.tables["b"] == [*fresh.tolist(), 2] == [3, 4, 2]
+    bm.reorder(["b"], ["a"])
+    assert bm.tables["b"] == bm.tables["a"] == [0, 1, 2]
+    assert bm.pool.num_free == 9
     bm.check()
 
 
