@@ -183,10 +183,20 @@ class Preemption:
 
     def _outgrew(self, seq: Hashable) -> bool:
         """Whether the whole pool cannot hold the next token of a sequence."""
-        if self.bm.length(seq) < self.bm.num_blocks * self.bm.block_size:
+        length = self.bm.length(seq)
+        if length % self.bm.block_size or length < self.bm.num_blocks * self.bm.block_size:
             return False
-        table = np.asarray(self.bm.tables[seq])
-        return int((table >= 0).sum()) >= self.bm.num_blocks
+        return len(self._lasting_blocks(seq)) >= self.bm.num_blocks
+
+    def _lasting_blocks(self, seq: Hashable) -> set[int]:
+        """Blocks that a sequence holds and that no step in flight is going to give back."""
+        table = self.bm.tables[seq].tolist()
+        if self.options.window is not None:
+            size = self.bm.block_size
+            first_seen = self.bm.length(seq) - self.options.window + 1
+            sinks = -(-self.options.sink_tokens // size)
+            del table[sinks : max(first_seen // size, sinks)]
+        return set(table) - {HOLE}
 
     def _end_what_outgrew(self, step: Step, victims: list[Request]) -> bool:
         """End the newest of a group that the whole pool cannot hold with its next tokens."""
@@ -199,8 +209,8 @@ class Preemption:
         if len(members) < 2:
             return False
         needed = self.bm.plan_append(self.bm.rows(members)).needed
-        held = {block for seq in stays[0].members for block in self.bm.tables[seq].tolist()}
-        blocks = len(held - {HOLE}) + needed
+        held = set().union(*(self._lasting_blocks(seq) for seq in stays[0].members))
+        blocks = len(held) + needed
         if blocks <= self.bm.num_blocks:
             return False
         step.rejected[members[-1]] = Verdict(Reason.OUTGREW_POOL, blocks, self.bm.num_blocks)

@@ -22,7 +22,6 @@ class Reason(Enum):
 
     BEHIND = "behind others in the queue"
     MAX_RUNNING = "as many sequences run as are allowed"
-    BUDGET = "the tokens of this step are given to others"
     PARTIAL_PREFILLS = "as many prompts are under way as are allowed"
     SWAPPED_BEFORE = "sequences in host memory return first"
     RESOURCE = "too little is available of a resource besides blocks"
@@ -33,6 +32,7 @@ class Reason(Enum):
     PREFIX = "it let a step pass while blocks that it can share were computed, and enters now"
     FITS = "it enters at the next step"
     SWAPPED = "it is in host memory, and too few blocks are available"
+    SWAPPING = "its blocks are on their way to host memory or back"
     STALLED = "it runs, and the block of its next token is not available yet"
     NEVER_FITS = "its prompt can never fit under the watermark"
     OUTGREW_POOL = "its next token does not fit into the whole pool"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcore.request import UNKNOWN_TOKEN, Request
+from kvcore.request import UNKNOWN_TOKEN, Request, Resumed
 from kvcore.running_rows import UNLIMITED, RowNotes, RunningRows
 from kvcore.running_view import RunningView
 
@@ -135,18 +135,33 @@ class Roster:
         generated = 0
         if request is not None and seq not in self.prefilling:
             generated = self.bm.length(seq) - request.n_tokens
+        computed = self.prefilling.get(seq)
         self.bm.free_seq(seq)
         del self.running[position]
         self.rows.left(position, seq)
         self.forget(seq)
         if request is None:
             return
+        if computed is not None and isinstance(request, Resumed) and request.members[0] == seq:
+            self._go_on_for(request, computed)
         request.members.remove(seq)
         if generated > 0:
             self.order.charge(request, generated)
         if not request.members:
             for resource in self.resources:
                 resource.give(request)
+
+    def _go_on_for(self, request: Resumed, computed: int) -> None:
+        """Let others compute what they share with the first of a group, which leaves them."""
+        shared = {
+            seq: request.shared_tokens(request.member(seq), self.bm.block_size)
+            for seq in request.members[1:]
+        }
+        heir = next(iter(shared), None)
+        for seq, n_tokens in shared.items():
+            if computed < n_tokens and seq in self.prefilling:
+                start = computed if seq == heir else max(computed, shared[heir])
+                self.prefilling[seq] = min(self.prefilling[seq], start)
 
     def forget(self, seq: Hashable) -> None:
         """Drop all that is noted of a sequence."""

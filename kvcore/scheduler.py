@@ -80,7 +80,6 @@ BLOCKED = {
     Reason.RESERVE: "watermark",
     Reason.BLOCKS: "blocks",
     Reason.MAX_RUNNING: "max_running",
-    Reason.BUDGET: "budget",
     Reason.PARTIAL_PREFILLS: "budget",
     Reason.RESOURCE: "resource",
 }
@@ -374,7 +373,10 @@ class Scheduler:
         return ended
 
     def why(self, seq: Hashable) -> Verdict:
-        """Why a request waits, or a running one stalls. O(waiting). Else ``KeyError``."""
+        """Why a request waits, or a running one stalls. Else ``KeyError``.
+
+        What it says of the queue is what the next step would do now. O(waiting).
+        """
         self._roster.follow()
         for place, request in enumerate(self._roster.swapped):
             if seq in request.members:
@@ -383,9 +385,13 @@ class Scheduler:
                     self._swapping.host.blocks_to_return(member) for member in request.members
                 )
                 return Verdict(Reason.SWAPPED, needed, self.bm.num_available, place)
+        if self._swapping.host is not None and seq in self._swapping.host:
+            return Verdict(Reason.SWAPPING, 0, self.bm.num_available)
         for place, request in enumerate(self.waiting):
-            if request.seq == seq:
-                verdict = self._gate.never(request) or self._gate.not_now(request)
+            if seq in request.ids:
+                verdict = self._gate.never(request) or self._gate.not_now(
+                    request, budget=self._budget_for_new()
+                )
                 first = self.order.first(self.waiting, self._roster.step + 1)
                 if place != first:
                     ahead = max(place, 1) if first == 0 else self._ahead(place)
@@ -397,6 +403,14 @@ class Scheduler:
             needed = self.bm.plan_append(self.bm.rows([seq])).needed
             return Verdict(Reason.STALLED, needed, self.bm.num_available)
         raise KeyError(f"no waiting request {seq!r}")
+
+    def _budget_for_new(self) -> int:
+        """Tokens that the next step has for requests that enter in it."""
+        if self.options.token_budget is None:
+            return UNLIMITED
+        decodes = len(self.running) - len(self._roster.idle)
+        under_way = sum(self._remaining(seq) for seq in self._roster.prefilling)
+        return self.options.token_budget - decodes * (1 + self.options.draft_tokens) - under_way
 
     def _ahead(self, place: int) -> int:
         """Count the requests that the order takes before the one at ``place``. O(waiting^2)."""
@@ -775,8 +789,8 @@ class Scheduler:
         Returns
         -------
         list
-            Sequences that have ended by this, in the order of the step. Their blocks
-            are released.
+            Sequences that have ended by this, in the order of ``step.sampled``; then
+            those of ``finished`` that are not in it. Their blocks are released.
 
         Raises
         ------
@@ -814,6 +828,9 @@ class Scheduler:
         for seq in finished:
             if seq not in ended and self._roster.is_current(seq, step):
                 ended.append(seq)
+        if len(ended) > 1:
+            places = {seq: place for place, seq in enumerate(step.sampled)}
+            ended.sort(key=lambda seq: places.get(seq, len(places)))
         for seq in ended:
             self.admission.ended(self._roster.by_seq[seq], self._results.generated(seq))
             self._end(seq)

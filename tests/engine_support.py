@@ -19,6 +19,11 @@ def scheduler_over(
     return Scheduler(bm, watermark, **options)
 
 
+def scheduler_of_size(block_size: int, num_blocks: int, **options: Any) -> Scheduler:
+    """Without a watermark, over blocks of another size."""
+    return Scheduler(BlockManager(num_blocks, block_size), 0, **options)
+
+
 def check(scheduler: Scheduler) -> None:
     scheduler.bm.check()
     tier = scheduler._swapping.host

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engine_support import plan, report, run, run_steps, scheduler_over, table
+from engine_support import (
+    plan,
+    report,
+    run,
+    run_steps,
+    scheduler_of_size,
+    scheduler_over,
+    table,
+)
 
 from kvcore import BlockManager, Priority, Reason, Scheduler
 from kvcore.chunking import share_budget
@@ -187,7 +195,7 @@ def test_who_says_that_it_has_finished_leaves_with_that_step() -> None:
         scheduler.add(seq, 1)
     run(scheduler)
     step = plan(scheduler)
-    assert report(scheduler, step, finished=["C", "A", "nobody"]) == ["C", "A"]
+    assert report(scheduler, step, finished=["C", "A", "nobody"]) == ["A", "C"]
     assert run(scheduler) == ["B"]
     assert scheduler.counters.finished == 2
 
@@ -558,6 +566,75 @@ def test_of_a_prompt_that_was_interrupted_only_what_was_computed_is_computed_aga
     counters = scheduler.counters
     assert (counters.prefill_tokens, counters.recomputed_tokens) == (20, 4)
     assert (counters.sampled_tokens, counters.ignored_results) == (3, 0)
+
+
+def test_what_the_first_of_a_group_has_not_computed_is_computed_by_the_next() -> None:
+    """ "H" shares 6 tokens with "G", which leaves when it has computed 2 of them again."""
+    scheduler = scheduler_of_size(2, 12, token_budget=3, max_running=3)
+    scheduler.add("old", 1)
+    scheduler.add("G", 6, siblings=["H"])
+    while scheduler.running != ["old"] or not scheduler.waiting:
+        step = run(scheduler)
+    assert step.preempted == ["G", "H"]
+    scheduler.abort("old")
+    assert run(scheduler).prefills == [("G", 0, 2)]
+    scheduler.abort("G")
+    assert run(scheduler).prefills == [("H", 2, 2)]
+
+
+def test_a_third_waits_for_what_it_shares_with_the_second_alone() -> None:
+    scheduler = scheduler_of_size(2, 14, token_budget=4, max_running=4)
+    scheduler.add("old", 1)
+    scheduler.add("G", 6, siblings=["H", "I"])
+    while scheduler.running != ["old"] or not scheduler.waiting:
+        step = run(scheduler)
+    assert step.preempted == ["G", "H", "I"]
+    scheduler.abort("old")
+    assert run(scheduler).prefills == [("G", 0, 4)]
+    scheduler.abort("G")
+    step = run(scheduler)
+    assert step.prefills[0][:2] == ("H", 4)
+    assert all(start >= 6 for seq, start, _ in step.prefills if seq == "I")
+
+
+def test_who_has_ended_is_told_in_the_order_of_the_step() -> None:
+    scheduler = scheduler_over(12, token_budget=30)
+    scheduler.add("A", 1, max_tokens=2)
+    run(scheduler)
+    scheduler.add("B", 1, max_tokens=1)
+    step = plan(scheduler)
+    assert step.sampled == ["A", "B"]
+    assert report(scheduler, step) == ["A", "B"]
+
+
+def test_drafts_are_given_up_where_a_window_has_left_room_for_the_next_token_alone() -> None:
+    """At 7 tokens in 3 blocks of 2 the eighth fits into the last, and drafts fit nowhere."""
+    scheduler = scheduler_of_size(2, 3, token_budget=2, max_running=1, draft_tokens=1, window=5)
+    scheduler.add("A", 1)
+    run(scheduler)
+    for _ in range(12):
+        step = plan(scheduler)
+        assert not step.rejected
+        report(scheduler, step, rejected=[len(step.slots) - 1])
+
+
+@pytest.mark.parametrize(("size", "window"), [(1, 1), (2, 2)])
+def test_what_steps_in_flight_give_back_to_a_window_is_waited_for(size: int, window: int) -> None:
+    scheduler = scheduler_of_size(
+        size, 2, token_budget=4, max_running=1, in_flight=2, window=window
+    )
+    scheduler.add("A", 1)
+    stalled = False
+    planned = [plan(scheduler)]
+    for _ in range(12):
+        step = plan(scheduler)
+        assert not step.rejected
+        stalled = stalled or step.stalled == ["A"]
+        planned.append(step)
+        if len(planned) > 2:
+            report(scheduler, planned.pop(0))
+    assert stalled
+    assert scheduler.bm.lens["A"] > 2 * size
 
 
 def test_who_is_aborted_is_counted_wherever_it_was() -> None:
