@@ -19,6 +19,7 @@ from bench.vllm_scheduler import VllmEngine, is_present
 from bench.workload import BLOCK_SIZE, phases, set_free_order, shuffled
 from kvcore import BlockManager, Scheduler
 from kvcore.admission import PredictedPeak
+from kvcore.running_view import RunningView
 from kvcore.step import Step
 
 __all__ = ["rows"]
@@ -418,12 +419,13 @@ def predicting() -> Mapping[str, Contender]:
     scheduler.add("next", tokens=np.arange(NEW_TOKENS, dtype=np.int32), max_tokens=512)
     return {
         "kvcore": Contender(
-            "reserve(request, view())",
+            "reserve(request, RunningView(roster))",
             "_ in turns",
             {
                 "reserve": scheduler.admission.reserve,
                 "request": scheduler.waiting[0],
-                "view": scheduler._roster.view,
+                "roster": scheduler._roster,
+                "RunningView": RunningView,
                 "turns": range(4),
             },
             operations=4,

@@ -14,6 +14,8 @@ def share_budget(budget: int, remaining: Sequence[int]) -> list[int]:
     ever to be the oldest. The rest goes to the shortest first, so that a long prompt
     does not keep short ones waiting. O(n log n).
     """
+    if sum(remaining) <= budget:
+        return list(remaining)
     shares = [0] * len(remaining)
     if remaining:
         shares[0] = min(remaining[0], -(-budget // len(remaining)))

@@ -9,6 +9,7 @@ from kvcore.admission import Watermark
 from kvcore.arguments import at_least
 from kvcore.request import Reason, Request, Resumed, Verdict
 from kvcore.running_rows import UNLIMITED
+from kvcore.running_view import RunningView
 
 if TYPE_CHECKING:
     from kvcore.admission import Admission
@@ -24,7 +25,7 @@ MAX_TOKENS = 2**31 - 1
 
 
 class Gate:
-    """Answers whether a request may enter, with a reason and its numbers. Changes nothing."""
+    """Answers whether a request may enter, with a reason and its numbers."""
 
     def __init__(
         self,
@@ -42,6 +43,13 @@ class Gate:
 
     def never(self, request: Request) -> Verdict | None:
         """Why the request can never run, if it cannot."""
+        if request.can_run:
+            return None
+        verdict = self._judge(request)
+        request.can_run = verdict is None
+        return verdict
+
+    def _judge(self, request: Request) -> Verdict | None:
         num_blocks = self.bm.num_blocks
         resumed = isinstance(request, Resumed)
         try:
@@ -57,7 +65,7 @@ class Gate:
                 return Verdict(Reason.OUTGREW_POOL, needed, num_blocks)
             return None
         try:
-            reserve = self.admission.reserve(request, self.roster.nobody)
+            reserve = self.admission.reserve(request, RunningView(self.roster, []))
         except ValueError:
             # A pair put into the queue may lack what the policy needs; add() says what.
             return Verdict(Reason.BAD_REQUEST, needed, num_blocks)
@@ -81,14 +89,14 @@ class Gate:
         if isinstance(request, Resumed) and not self.roster.running:
             reserve = 0
         else:
-            reserve = self.admission.reserve(request, self.roster.view())
+            reserve = self.admission.reserve(request, RunningView(self.roster))
         if request.prompt is not None and (exact or needed > available - reserve):
             plan = self.bm.plan_allocate(request.n_tokens, tokens=request.prompt)
             needed -= plan.cached_tokens // self.bm.block_size
             available = plan.available
         reason = Reason.FITS
         lacking = None
-        if any(self.roster.is_live(seq) for seq in request.ids):
+        if self.roster.has_live(request.ids):
             reason = Reason.LIVE_ID
         elif (
             self.options.max_running is not None

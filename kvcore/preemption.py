@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcore.request import UNKNOWN_TOKEN, Member, Reason, Request, Resumed, Verdict
+from kvcore.running_view import RunningView
 from kvcore.step import NO_ROWS, Step
 
 if TYPE_CHECKING:
@@ -92,7 +93,9 @@ class Preemption:
         )
         needed, available, coming = self.bm.plan_append(rows, counts, self._leaving_rows(victims))
         if needed > available + coming:
-            for request in islice(self.victim.order(self.roster.view()), len(self.roster.running)):
+            for request in islice(
+                self.victim.order(RunningView(self.roster)), len(self.roster.running)
+            ):
                 if units - len(victims) <= 1:
                     break
                 if not self._may_yield(request) or request in victims:
@@ -131,7 +134,10 @@ class Preemption:
         place = self.order.first(self.waiting, step.number)
         request = self.waiting[place]
         candidates = list(
-            islice(self.victim.for_admission(request, self.roster.view()), len(self.roster.running))
+            islice(
+                self.victim.for_admission(request, RunningView(self.roster)),
+                len(self.roster.running),
+            )
         )
         if not candidates or self.roster.swapped or self.gate.never(request) is not None:
             return
@@ -153,7 +159,7 @@ class Preemption:
             stay = [seq for seq in self.roster.running if seq not in out]
             rows = self.bm.rows([seq for seq in stay if seq not in self.roster.idle])
             needed, available, coming = self.bm.plan_append(rows, None, self._leaving_rows(victims))
-            reserve = self.admission.reserve(request, self.roster.view(stay))
+            reserve = self.admission.reserve(request, RunningView(self.roster, stay))
             has_place = (
                 self.options.max_running is None
                 or self.roster.width()

@@ -98,6 +98,8 @@ class Request(_Pair):
         How often it has lost its blocks.
     waited : bool
         Whether it has let a step pass for a prefix; it does so once.
+    can_run : bool
+        Whether it was found that it can run at all, which does not change.
     members : list of hashable
         Its sequences that have a block table now.
     """
@@ -114,6 +116,7 @@ class Request(_Pair):
     queued: int = -1
     preemptions: int = 0
     waited: bool = False
+    can_run: bool = False
     members: list[Hashable]
 
     def __new__(
@@ -230,6 +233,7 @@ class Resumed(Request):
             | {
                 "prompt": first.prompt,
                 "members": [],
+                "can_run": False,  # it has grown
                 "others": tuple(others),
                 "pending": first.pending,
                 "lost": first.lost,

@@ -65,8 +65,6 @@ class Results:
         self, step: Step, tokens: Any, accepted: NDArray[np.int64] | None
     ) -> NDArray[np.int32] | None:
         """Check the sampled tokens; None if they are of no use."""
-        if tokens is None:
-            return None
         completed = len(step.sampled) - len(step) if "completed" in step.__dict__ else 0
         expected = completed + (len(step) if accepted is None else int(accepted.sum()))
         ids = whole_numbers(tokens, "tokens")
@@ -83,12 +81,8 @@ class Results:
             raise ValueError(f"tokens: token {place} must be from 0 to 2**31 - 1, got {ids[place]}")
         return np.ascontiguousarray(ids, np.int32)
 
-    def moves(
-        self, parents: Mapping[Hashable, Hashable] | None
-    ) -> tuple[list[Hashable], list[Hashable]] | None:
+    def moves(self, parents: Mapping[Hashable, Hashable]) -> tuple[list[Hashable], list[Hashable]]:
         """Check the moves of a beam search: the beams, and those they go on from."""
-        if not parents:
-            return None
         if self.options.in_flight:
             raise ValueError("parents: beams cannot be moved while the next step is in flight")
         by_seq, bm = self.roster.by_seq, self.bm

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvcore.request import UNKNOWN_TOKEN, Request, Resumed
 from kvcore.running_rows import UNLIMITED, RowNotes, RunningRows
-from kvcore.running_view import RunningView
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -85,20 +84,22 @@ class Roster:
         self.swapped: deque[Request] = deque()
         self.steps_to_limit = UNLIMITED
         self.step = 0
-        self.nobody = self._view_of([], self.bm.rows)
 
     def follow(self) -> None:
         """Take note of what somebody else has done to the list. ``KeyError`` for a dead id."""
         if self.rows.follow(self.running):
             self.reconcile()
 
-    def _follow_rows(self, running: list[Hashable]) -> NDArray[np.int32]:
-        self.follow()
-        return self.rows.of(running)
-
     def is_live(self, seq: Hashable) -> bool:
         """Whether a sequence has the id: with a table, or in host memory."""
         return seq in self.bm or any(seq in request.members for request in self.swapped)
+
+    def has_live(self, seqs: Collection[Hashable]) -> bool:
+        """Whether one of these ids is live."""
+        for seq in seqs:
+            if seq in self.bm:
+                return True
+        return bool(self.swapped) and any(map(self.is_live, seqs))
 
     def insert(self, seq: Hashable) -> int:
         """Put a sequence among the running ones, in order of admission; returns where."""
@@ -178,35 +179,23 @@ class Roster:
 
     def width(self) -> int:
         """Count the running sequences, with siblings to come and those that may yet stay."""
-        unborn = sum(len(self.by_seq[seq].siblings) for seq in self.prefilling)
-        out = sum(len(request.members) for request in self.going_out)
-        return len(self.running) + unborn + out
+        width = len(self.running)
+        for seq in self.prefilling:
+            width += len(self.by_seq[seq].siblings)
+        for request in self.going_out:
+            width += len(request.members)
+        return width
 
     def has_holes(self, seq: Hashable) -> bool:
         """Whether a window has given blocks of the sequence back."""
         return self.options.window is not None and bool((np.asarray(self.bm.tables[seq]) < 0).any())
 
-    def view(self, seqs: list[Hashable] | None = None) -> RunningView:
-        """Show a policy these running sequences; by default all of them."""
-        if seqs is None:
-            return self._view_of(self.running, self._follow_rows)
-        return self._view_of(seqs, self.bm.rows)
-
-    def _view_of(
-        self, seqs: list[Hashable], rows: Callable[[list[Hashable]], NDArray[np.int32]]
-    ) -> RunningView:
-        return RunningView(
-            self.bm,
-            self.by_seq,
-            seqs,
-            rows,
-            self.notes,
-            step=self.step,
-            window=self.options.window,
-            sinks=self.options.sink_tokens,
-            ahead=self.options.ahead,
-            forming=[self.by_seq[seq] for seq in self.prefilling if self.by_seq[seq].siblings],
-        )
+    def rows_of(self, seqs: list[Hashable]) -> NDArray[np.int32]:
+        """Rows of these running sequences, or of all."""
+        if seqs is not self.running:
+            return self.bm.rows(seqs)
+        self.follow()
+        return self.rows.of(seqs)
 
     def reconcile(self) -> None:
         """Somebody else has edited the list of running sequences."""

@@ -35,9 +35,11 @@ class RunningRows:
     def of(self, running: list[Hashable]) -> NDArray[np.int32]:
         """Return the rows parallel to ``running``, in a read-only array of their own.
 
-        ``KeyError`` if one of the sequences is not live.
+        Needs: ``follow`` in this call of the scheduler. Since then only the scheduler has
+        edited the list, which moves a row whenever it does not say ``entered`` or ``left``.
         """
-        self.follow(running)
+        if self._version != self._bm.rows_version:
+            self._look_up(running)
         if self._array is None:
             self._array = np.frombuffer(self._rows.tobytes(), np.int32)
         return self._array

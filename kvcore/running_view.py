@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -10,9 +10,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from kvcore.block_manager import BlockManager
     from kvcore.request import Request
-    from kvcore.running_rows import RowNotes
+    from kvcore.roster import Roster
 
 __all__ = ["RunningView"]
 
@@ -20,53 +19,51 @@ __all__ = ["RunningView"]
 class RunningView:
     """The running requests during the planning of one step.
 
-    Arrays are made when a policy first asks for them, and parallel to ``seqs``. Keep
-    nothing of a view: it is right for this step only.
+    Everything is looked up when a policy first asks for it, and arrays are parallel to
+    ``seqs``. Keep nothing of a view: it is right for this step only.
 
     Attributes
     ----------
     bm : BlockManager
-    step : int
-        Number of the step that is planned.
     seqs : list of hashable
         Running sequences, in order of admission.
-    window, sinks : int or None, int
-        The scheduler's sliding window and the tokens kept before it.
-    ahead : int
-        Tokens by which a decoding sequence may be ahead of what is settled.
-    forming : sequence of Request
-        Running requests whose siblings are still to come.
     """
 
-    def __init__(
-        self,
-        bm: BlockManager,
-        by_seq: Mapping[Hashable, Request],
-        seqs: list[Hashable],
-        rows: NDArray[np.int32] | Callable[[list[Hashable]], NDArray[np.int32]],
-        notes: RowNotes,
-        *,
-        step: int,
-        window: int | None = None,
-        sinks: int = 0,
-        ahead: int = 1,
-        forming: Sequence[Request] = (),
-    ) -> None:
-        self.bm = bm
-        self.seqs = seqs
-        self._rows = rows
-        self.step = step
-        self.window = window
-        self.sinks = sinks
-        self.ahead = ahead
-        self.forming = forming
-        self._by_seq = by_seq
-        self._notes = notes
+    def __init__(self, roster: Roster, seqs: list[Hashable] | None = None) -> None:
+        self.bm = roster.bm
+        self.seqs = roster.running if seqs is None else seqs
+        self._roster = roster
+
+    @property
+    def step(self) -> int:
+        """Number of the step that is planned."""
+        return self._roster.step
+
+    @property
+    def window(self) -> int | None:
+        """The scheduler's sliding window."""
+        return self._roster.options.window
+
+    @property
+    def sinks(self) -> int:
+        """The tokens kept before it."""
+        return self._roster.options.sink_tokens
+
+    @property
+    def ahead(self) -> int:
+        """Tokens by which a decoding sequence may be ahead of what is settled."""
+        return self._roster.options.ahead
+
+    @cached_property
+    def forming(self) -> list[Request]:
+        """Running requests whose siblings are still to come."""
+        by_seq = self._roster.by_seq
+        return [by_seq[seq] for seq in self._roster.prefilling if by_seq[seq].siblings]
 
     @cached_property
     def rows(self) -> NDArray[np.int32]:
         """int32: their rows in the block tables."""
-        return self._rows(self.seqs) if callable(self._rows) else self._rows
+        return self._roster.rows_of(self.seqs)
 
     @property
     def block_size(self) -> int:
@@ -80,12 +77,13 @@ class RunningView:
 
     def request(self, seq: Hashable) -> Request:
         """Return the request of a running sequence. ``KeyError``."""
-        return self._by_seq[seq]
+        return self._roster.by_seq[seq]
 
     @cached_property
     def requests(self) -> list[Request]:
         """The running requests, each once, in order of admission."""
-        return list({id(self._by_seq[seq]): self._by_seq[seq] for seq in self.seqs}.values())
+        by_seq = self._roster.by_seq
+        return list({id(by_seq[seq]): by_seq[seq] for seq in self.seqs}.values())
 
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
@@ -95,12 +93,12 @@ class RunningView:
     @cached_property
     def limits(self) -> NDArray[np.int32]:
         """int32: tokens that each will have slots for at its end; ``UNLIMITED`` if not known."""
-        return self._notes.limits[self.rows]
+        return self._roster.notes.limits[self.rows]
 
     @cached_property
     def prompt_tokens(self) -> NDArray[np.int32]:
         """int32: tokens of the prompt that each started from."""
-        return self._notes.prompts[self.rows]
+        return self._roster.notes.prompts[self.rows]
 
     def tokens(self, request: Request) -> int:
         """Tokens to compute again if the request were preempted, cached ones included."""

@@ -52,6 +52,7 @@ from kvcore.request import Reason, Request, Resumed, Verdict
 from kvcore.results import Results
 from kvcore.roster import Roster
 from kvcore.running_rows import UNLIMITED
+from kvcore.running_view import RunningView
 from kvcore.scheduler_options import SchedulerOptions
 from kvcore.step import SchedulerCounters, Step
 from kvcore.swapping import Swapping
@@ -71,7 +72,10 @@ if TYPE_CHECKING:
     from kvcore.victim import Victim
 
     _Entered = dict[int, list[Prompt]]
-    """Prompts that enter in a step, by the hash of their first block not cached."""
+    """Prompts that enter in a step, by the hash of their first block not cached.
+
+    The hash of the first block of each is there too, perhaps with none.
+    """
 
 __all__ = ["Reason", "Request", "Resumed", "Scheduler", "Step", "Verdict"]
 
@@ -83,6 +87,8 @@ BLOCKED = {
     Reason.PARTIAL_PREFILLS: "budget",
     Reason.RESOURCE: "resource",
 }
+
+INT64 = np.dtype(np.int64)  # looking it up by its type takes as long as making an array
 
 UNITS = {Reason.MAX_RUNNING: "places", Reason.RESOURCE: "of it"}
 
@@ -303,7 +309,9 @@ class Scheduler:
         verdict = self._gate.never(request)
         if verdict is not None:
             if verdict.reason is Reason.BAD_REQUEST:
-                self.admission.reserve(request, self._roster.nobody)  # raises, saying what
+                self.admission.reserve(
+                    request, RunningView(self._roster, [])
+                )  # raises, saying what
             raise RequestRefused(
                 f"n_tokens is {request.n_tokens}: {verdict.reason.value}; {request.seq!r} needs "
                 f"{verdict.needed} {UNITS.get(verdict.reason, 'blocks')} and can have "
@@ -434,52 +442,56 @@ class Scheduler:
         ValueError
             More results are outstanding than may be. Nothing has changed.
         """
-        if len(self._roster.outstanding) > self.options.in_flight:
+        roster, options = self._roster, self.options
+        if len(roster.outstanding) > options.in_flight:
             raise ValueError(
-                f"step {self._roster.outstanding[0].number} has not been updated, and at most "
-                f"{self.options.in_flight} steps may be in flight when the next is planned"
+                f"step {roster.outstanding[0].number} has not been updated, and at most "
+                f"{options.in_flight} steps may be in flight when the next is planned"
             )
-        self._roster.follow()
+        roster.follow()
         step = Step()
         step.bm = self.bm
-        step.number = self._roster.step = self.waiting.step = self._roster.step + 1
-        if self.options.token_budget is None:
+        step.number = roster.step = self.waiting.step = roster.step + 1
+        if options.token_budget is None:
             if self.waiting:
                 self._preemption.push_out(step)
                 self._admit(step, UNLIMITED)
                 self._prefill(step, UNLIMITED)
             self._decode(step)
         else:
-            if self.options.in_flight:
+            if options.in_flight:
                 step.fence = self.bm.fence()
                 if self._swapping.host is not None:
                     step.host_fence = self._swapping.host.host.fence()
-            self._engine_step(step, self.options.token_budget)
+            self._engine_step(step, options.token_budget)
         return step
 
     def _engine_step(self, step: Step, budget: int) -> None:
+        roster, pool = self._roster, self.bm.pool
         if self.waiting:
             self._preemption.push_out(step)
         self._decode(step)
         budget -= len(step.slots)
-        if self._roster.swapped:
+        if roster.swapped:
             self._swapping.bring_in(step)
         if self.waiting:
             self._admit(step, budget)
-        if self._roster.prefilling:
+        if roster.prefilling:
             self._prefill(step, budget)
-        self._note_limits(step)
-        pool = self.bm.pool
+        roster.steps_to_limit -= 1 + self.options.draft_tokens
+        if roster.steps_to_limit <= 0 and step:
+            self._note_limits(step)
         step.levels = (
-            len(self.running),
+            len(roster.running),
             len(self.waiting),
-            len(self._roster.swapped),
+            len(roster.swapped),
             pool.num_free,
             pool.num_evictable,
         )
-        step.departures = self._roster.departures
-        self._roster.outstanding.append(step)
-        self._pass_over_empty_steps()
+        step.departures = roster.departures
+        roster.outstanding.append(step)
+        if not step:
+            self._pass_over_empty_steps()
 
     def _pass_over_empty_steps(self) -> None:
         """Wait for no results of a step in which nothing runs."""
@@ -509,7 +521,8 @@ class Scheduler:
             if verdict is not None:
                 self._reject(step, place, verdict)
                 continue
-            verdict = self._gate.not_now(request, exact=bool(entered), budget=budget)
+            may_wait = self._begins_like(request, entered)
+            verdict = self._gate.not_now(request, exact=may_wait, budget=budget)
             if verdict.reason is Reason.LIVE_ID and not self._is_ours(request):
                 # Its owner did not come through here: nothing says when it will end.
                 self._reject(step, place, self._gate.not_now(request))
@@ -520,7 +533,7 @@ class Scheduler:
                     name = f"admission_blocked_{name}"
                     setattr(self.counters, name, getattr(self.counters, name) + 1)
                 return
-            if entered and self._waits_for_prefix(request, verdict, entered):
+            if may_wait and self._waits_for_prefix(request, verdict, entered):
                 return
             for resource in self.resources:
                 resource.take(request)
@@ -576,8 +589,13 @@ class Scheduler:
                 self._roster.start(other.seq, shared)
         return cached
 
+    def _begins_like(self, request: Request, entered: _Entered) -> bool:
+        """Whether the next request may share a block with somebody who enters in this step."""
+        prompt = request.prompt
+        return prompt is not None and prompt.num_full_blocks > 0 and prompt.chain_hash(0) in entered
+
     def _waits_for_prefix(self, request: Request, verdict: Verdict, entered: _Entered) -> bool:
-        """Whether the next request, which fits, lets this step pass for a prefix.
+        """Whether such a request, which fits, lets this step pass for a prefix.
 
         Two prompts that agree beyond what is cached miss at the same block. So it is
         compared with those that miss at a block like its own, not with everybody.
@@ -599,6 +617,7 @@ class Scheduler:
         """Note, for those behind it, that it computes its blocks from ``column`` on."""
         prompt = request.prompt
         if prompt is not None and column < prompt.num_full_blocks:
+            entered.setdefault(prompt.chain_hash(0), [])
             entered.setdefault(prompt.chain_hash(column), []).append(prompt)
 
     def _remaining(self, seq: Hashable) -> int:
@@ -607,20 +626,21 @@ class Scheduler:
     def _prefill(self, step: Step, budget: int) -> None:
         """Share what is left of the budget out among the prompts under way."""
         size = self.bm.block_size
-        ready = [seq for seq in self._roster.prefilling if self._can_compute(seq)]
-        shares = share_budget(budget, [self._remaining(seq) for seq in ready])
-        for seq, count in zip(ready, shares, strict=True):
-            start, length = self._roster.prefilling[seq], self.bm.length(seq)
+        prefilling = self._roster.prefilling
+        ready = [seq for seq in prefilling if self._can_compute(seq)]
+        remaining = [self.bm.length(seq) - prefilling[seq] for seq in ready]
+        for seq, left, count in zip(ready, remaining, share_budget(budget, remaining), strict=True):
+            start = prefilling[seq]
             stop = start + count
-            if stop < length and stop // size * size > start:
+            if count < left and stop // size * size > start:
                 stop = stop // size * size  # so that it ends with a block to publish
-            if stop == start < length:
+            if stop == start and left:
                 continue
             if stop > start:
                 step.prefills.append((seq, start, stop - start))
                 self._count_prefill(seq, start, stop)
-            self._roster.prefilling[seq] = stop
-            if stop == length:
+            prefilling[seq] = stop
+            if stop == start + left:
                 self._complete(step, seq)
 
     def _can_compute(self, seq: Hashable) -> bool:
@@ -628,15 +648,16 @@ class Scheduler:
 
         A group that is recomputed shares the blocks which its first sequence computes.
         """
+        prefilling = self._roster.prefilling
         first = self._roster.by_seq[seq].members[0]
-        if first == seq or first not in self._roster.prefilling:
-            return True
-        return self._roster.prefilling[first] >= self._roster.prefilling[seq]
+        return first == seq or prefilling.get(first, MAX_TOKENS) >= prefilling[seq]
 
     def _count_prefill(self, seq: Hashable, start: int, stop: int) -> None:
         self.counters.prefill_tokens += stop - start
-        lost = self._roster.by_seq[seq].member(seq).lost
-        self.counters.recomputed_tokens += max(min(stop, lost) - start, 0)
+        request = self._roster.by_seq[seq]
+        if isinstance(request, Resumed):
+            lost = request.member(seq).lost
+            self.counters.recomputed_tokens += max(min(stop, lost) - start, 0)
 
     def _complete(self, step: Step, seq: Hashable) -> None:
         """Note that this step computes the last of a prompt: then the sequence decodes."""
@@ -654,7 +675,7 @@ class Scheduler:
             self._roster.enter(child, request)
             step.forks.append((seq, child))
             started.append(child)
-        if len(started) > 1 or request.siblings:
+        if request.siblings:
             request.siblings = ()
         left = UNLIMITED
         if request.final_tokens is not None:
@@ -667,23 +688,27 @@ class Scheduler:
 
     def _decode(self, step: Step) -> None:
         """Give every running sequence the slot of its next token, and of its drafts."""
-        seqs, rows = self.running, self._roster.rows.of(self.running)
-        idle = self._roster.idle
+        bm, roster = self.bm, self._roster
+        seqs, idle = roster.running, roster.idle
+        rows = roster.rows.of(seqs)
         if idle and idle.issuperset(seqs[-len(idle) :]):  # as a rule those that came last
             seqs, rows = seqs[: -len(idle)], rows[: -len(idle)]
         elif idle:
             places = [place for place, seq in enumerate(seqs) if seq not in idle]
             seqs, rows = [seqs[place] for place in places], rows[np.array(places, np.intp)]
         counts = self._counts(rows) if self.options.draft_tokens else None
-        most = 1 + -(-self.options.draft_tokens // self.bm.block_size)
-        if self.bm.num_available < most * len(rows):
+        blocks_of_each = 1
+        if counts is not None:
+            blocks_of_each -= -self.options.draft_tokens // bm.block_size
+        if bm.num_available < blocks_of_each * len(seqs):
             seqs, rows, counts = self._preemption.make_room(step, seqs, rows, counts)
-        slots = np.empty(len(rows) if counts is None else int(counts.sum()), np.int64)
         if counts is None:
-            served, copies = self.bm.append_batch(rows, slots)
+            slots = np.empty(len(seqs), INT64)
+            served, copies = bm.append_batch(rows, slots)
         else:
-            served, copies = self.bm.append_batch(rows, slots, counts)
-        if served < len(rows):
+            slots = np.empty(int(counts.sum()), INT64)
+            served, copies = bm.append_batch(rows, slots, counts)
+        if served < len(seqs):
             seqs, rows, counts, slots, copies = self._decode_around(
                 step, seqs, rows, counts, slots, served, copies
             )
@@ -691,8 +716,9 @@ class Scheduler:
         step.extend(seqs)
         step.rows = rows
         step.slots = slots
-        step.lengths = self.bm.lengths_of(rows)
-        step.counts = counts
+        step.lengths = bm.lengths_of(rows)
+        if counts is not None:
+            step.counts = counts
         if copies is not None:
             step.copies = copies
 
@@ -803,25 +829,39 @@ class Scheduler:
             raise TypeError(f"step must be a Step, got {step!r}")
         if step.is_updated:
             return []
-        if not self._roster.outstanding or self._roster.outstanding[0] is not step:
+        roster, results = self._roster, self._results
+        if not roster.outstanding or roster.outstanding[0] is not step:
             raise ValueError(
                 f"step {step.number} is reported out of order, or is of another scheduler"
             )
-        accepted = self._results.accepted(step, rejected)
-        ids = self._results.token_ids(step, tokens, accepted)
-        moves = self._results.moves(parents)
+        accepted = None
+        if step.counts is not None or rejected is not None:
+            accepted = results.accepted(step, rejected)
+        ids = None if tokens is None else results.token_ids(step, tokens, accepted)
+        moves = results.moves(parents) if parents else None
 
-        self._roster.outstanding.popleft()
+        roster.outstanding.popleft()
         self._settle(step)
         if step.going_out or step.coming_in:
             self._swapping.report(step, swap_failed)
         if self.bm.prefix_caching and "prefills" in step.__dict__:
-            self._results.settle_prompts(step)
-        self._results.settle_tokens(step, ids, accepted)
+            results.settle_prompts(step)
+        results.settle_tokens(step, ids, accepted)
         if moves is not None:
-            self._results.move(*moves)
+            results.move(*moves)
         if self.options.window is not None:
-            self._results.slide(step)
+            results.slide(step)
+        ended = self._ended(step, finished) if step.ending or finished else []
+        for seq in ended:
+            self.admission.ended(roster.by_seq[seq], results.generated(seq))
+            self._end(seq)
+        self.counters.finished += len(ended)
+        if roster.outstanding:
+            self._pass_over_empty_steps()
+        return ended
+
+    def _ended(self, step: Step, finished: Iterable[Hashable]) -> list[Hashable]:
+        """Sequences that end with the results of a step, in its order."""
         ended = [seq for seq in step.ending if self._roster.is_current(seq, step)]
         if self.options.draft_tokens:
             ended = [seq for seq in ended if self._results.is_at_limit(seq)]
@@ -831,18 +871,10 @@ class Scheduler:
         if len(ended) > 1:
             places = {seq: place for place, seq in enumerate(step.sampled)}
             ended.sort(key=lambda seq: places.get(seq, len(places)))
-        for seq in ended:
-            self.admission.ended(self._roster.by_seq[seq], self._results.generated(seq))
-            self._end(seq)
-        self.counters.finished += len(ended)
-        self._pass_over_empty_steps()
         return ended
 
     def _note_limits(self, step: Step) -> None:
-        """Note who reaches its limit in this step. Looks only when somebody may have."""
-        self._roster.steps_to_limit -= 1 + self.options.draft_tokens
-        if self._roster.steps_to_limit > 0 or not step:
-            return
+        """Note who reaches its limit in this step. Needs: somebody may."""
         left = self._roster.notes.limits[step.rows] - step.lengths
         self._ends(step, [step[place] for place in np.flatnonzero(left <= 0)])
         others = [

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvcore.request import Member, Request, Resumed
 from kvcore.resume_cost import SwapCandidate
+from kvcore.running_view import RunningView
 from kvcore.step import Step
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ class Swapping:
             needed = sum(self.host.blocks_to_return(seq) for seq in request.members)
             reserve = 0
             if self.roster.running:
-                reserve = self.admission.reserve(request, self.roster.view())
+                reserve = self.admission.reserve(request, RunningView(self.roster))
             assert self.options.max_running is not None
             if self.roster.width() + len(request.members) > self.options.max_running:
                 return

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import numpy as np
-
-from kvcore import BlockManager, Request, Resumed
-from kvcore.running_rows import UNLIMITED, RowNotes
+from kvcore import FCFS, BlockManager, Request, Resumed, Scheduler
+from kvcore.roster import Roster
 from kvcore.running_view import RunningView
 
 
@@ -24,15 +22,15 @@ def numbered(*requests: Request) -> list[Request]:
 
 
 def view_of(bm: BlockManager, requests: Sequence[Request], **more: Any) -> RunningView:
-    """A view of requests whose members are live sequences of ``bm``."""
-    by_seq = {seq: request for request in requests for seq in request.members}
-    notes = RowNotes()
-    for seq, request in by_seq.items():
-        limit = UNLIMITED if request.final_tokens is None else request.final_tokens
-        notes.enter(bm.row(seq), limit, request.prompt_tokens, -1)
-    seqs = list(by_seq)
-    rows = bm.rows(seqs) if seqs else np.empty(0, np.int32)
-    return RunningView(bm, by_seq, seqs, rows, notes, step=1, **more)
+    """A view of requests whose members are live sequences of ``bm``; ``more`` are options."""
+    options = Scheduler(bm, token_budget=64, **more).options
+    roster = Roster(bm, options, FCFS(), ())
+    roster.step = 1
+    for request in requests:
+        members, request.members = request.members, []
+        for seq in members:
+            roster.enter(seq, request)
+    return RunningView(roster)
 
 
 def running(bm: BlockManager, seq: Hashable, prompt: int, length: int, **more: Any) -> Request:

@@ -75,7 +75,7 @@ def test_to_completion_counts_tails_that_have_to_be_copied() -> None:
         group.members.append(child)
     newcomer = waiting("x", 4, max_tokens=1)
     assert ToCompletion().reserve(newcomer, view_of(bm, [group])) == 2
-    assert ToCompletion().reserve(newcomer, view_of(bm, [group], ahead=2)) == 3
+    assert ToCompletion().reserve(newcomer, view_of(bm, [group], in_flight=1)) == 3
 
 
 def test_to_completion_needs_to_know_how_long_everybody_is() -> None:
