@@ -103,7 +103,7 @@ setup(
             include_dirs=[np.get_include()],
             define_macros=macros,
         )
-        for name in ("pool", "eviction", "prefix_index", "block_manager")
+        for name in ("pool", "eviction", "prefix_index", "block_manager", "peak")
     ],
     # One directory a kind of build: objects of one must never end up in another's wheel.
     options={"build": {"build_base": f"build/{BUILD}"}},

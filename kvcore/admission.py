@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from kvcore.peak import peak_blocks
 from kvcore.running_rows import UNLIMITED
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvcore.request import Request
     from kvcore.running_view import RunningView
 
-__all__ = ["Admission", "PredictedPeak", "ToCompletion", "Watermark", "peak_blocks"]
+__all__ = ["Admission", "PredictedPeak", "ToCompletion", "Watermark"]
 
 
 class Admission(Protocol):
@@ -125,102 +125,43 @@ class PredictedPeak(Admission):
 
     def reserve(self, request: Request, view: RunningView) -> int:
         """Simulate. O(running * log(running)); ``peak_blocks`` says more."""
-        n = len(view.seqs)
-        if n == 0:
+        if not view.seqs:
             return 0
-        new = [(request, request.width)]
-        new += [(parent, len(parent.siblings)) for parent in view.forming]
-        lengths, prompts, limits = np.empty((3, n + sum(count for _, count in new)), np.int64)
-        lengths[:n], prompts[:n], limits[:n] = view.lengths, view.prompt_tokens, view.limits
-        places = []
-        for one, count in new:
-            places.append(n)
-            n += count
-            lengths[places[-1] : n] = one.n_tokens
-            prompts[places[-1] : n] = one.prompt_tokens
-            limits[places[-1] : n] = _final_tokens(one)
-        generated = lengths - prompts
-        left = np.maximum(self.expected_tokens - generated, generated // 10 + 1)
-        np.minimum(left, limits - lengths, out=left)
+        size, expected = view.block_size, self.expected_tokens
+        lengths = view.lengths.astype(np.int64)
+        generated = lengths - view.prompt_tokens
+        left = np.maximum(expected - generated, generated // 10 + 1)
+        np.minimum(left, view.limits - lengths, out=left)
         np.maximum(left, 0, out=left)
+        coming = [request, *view.forming]
+        coming_left = []
+        for one in coming:
+            done = one.n_tokens - one.prompt_tokens
+            more = min(max(expected - done, done // 10 + 1), _final_tokens(one) - one.n_tokens)
+            coming_left.append(max(more, 0))
         if view.window is not None:
-            finals = lengths + left
-            return _growth(request, view, finals[: len(view.seqs)], finals[places].tolist())
+            finals = [one.n_tokens + more for one, more in zip(coming, coming_left, strict=True)]
+            return _growth(request, view, lengths + left, finals)
 
         # Take off what is shared: of those that run in proportion to their blocks, of the
         # siblings to come the whole prompt.
-        size, n = view.block_size, len(view.seqs)
-        cells = (lengths[:n] + (size - 1)) // size
+        cells = (lengths + (size - 1)) // size
         now = int(cells.sum())
         surplus = now - view.bm.pool.num_used
         if surplus > 0:
             cells *= surplus
             cells //= now
-            lengths[:n] -= cells * size
+            lengths -= cells * size
             now -= int(cells.sum())
-        for place, (one, count) in zip(places, new, strict=True):
-            own = 1 if one is request else 0
-            lengths[place + own : place + count] -= one.n_tokens // size * size
-        now += sum(-(-int(one) // size) for one in lengths[n:])
-        peak = peak_blocks(lengths, left, size)
-        return max(peak - now, 0)
-
-
-def peak_blocks(lengths: NDArray[np.int64], left: NDArray[np.int64], block_size: int) -> int:
-    """Return the most blocks that sequences are going to hold at once.
-
-    A sequence of ``lengths[i]`` tokens that gets ``left[i]`` more, one a step, holds
-    ``ceil((lengths[i] + t) / block_size)`` blocks after step ``t``, and none once
-    ``t > left[i]``.
-
-    Parameters
-    ----------
-    lengths, left : ndarray
-        int64 ``(n,)``, at least 0 and below 2**31. Not empty.
-    block_size : int
-
-    Notes
-    -----
-    The most is held when somebody is about to leave. Sorted by ``left``, those still
-    there at such a moment are the first ``k``, so running sums give the tokens of all of
-    them at every moment, and with that the blocks up to one a sequence. Only moments that
-    come so near to the peak are counted exactly, from how many of the ``k`` lengths have
-    which remainder. O(n * log(n) + near * block_size), where near is at most n and as a
-    rule a few.
-    """
-    keys = left << 31
-    keys += lengths
-    keys.sort()
-    keys = keys[::-1]
-    left = keys >> 31
-    tokens = keys & (2**31 - 1)
-    tokens += block_size - 1  # so that a sum divided by block_size is rounded up
-
-    alive = np.arange(1, len(keys) + 1)
-    most = alive * left
-    most += tokens.cumsum()
-    top = most.argmax()
-    near = (most > most[top] - block_size * alive[top]).nonzero()[0]
-
-    alive, t = alive[near], left[near]
-    tokens = tokens[: alive[-1]]
-    moment_and_rest = np.zeros(len(tokens), np.int64)
-    moment_and_rest[alive[:-1]] = block_size
-    moment_and_rest = moment_and_rest.cumsum()
-    moment_and_rest += tokens
-    moment_and_rest -= tokens // block_size * block_size
-    counts = np.bincount(moment_and_rest, minlength=len(near) * block_size)
-    counts = counts.reshape(-1, block_size).cumsum(axis=0)
-    unused = np.einsum("ij,ij->i", counts, _rests(block_size)[t % block_size])
-    return int((most[near] - unused).max()) // block_size
-
-
-@lru_cache(maxsize=8)
-def _rests(block_size: int) -> NDArray[np.int64]:
-    """Return a table whose cell ``(i, j)`` is ``(i + j) % block_size``."""
-    places = np.arange(block_size)
-    rests: NDArray[np.int64] = (places + places[:, None]) % block_size
-    return rests
+        new_lengths = [request.n_tokens]
+        new_left = coming_left[:1]
+        for one, more in zip(coming, coming_left, strict=True):
+            siblings = one.width - 1
+            new_lengths += [one.n_tokens % size] * siblings
+            new_left += [more] * siblings
+        now += sum(-(-length // size) for length in new_lengths)
+        lengths, left = np.concatenate([lengths, new_lengths]), np.concatenate([left, new_left])
+        return max(peak_blocks(lengths, left, size) - now, 0)
 
 
 def _final_tokens(request: Request) -> int:

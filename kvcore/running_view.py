@@ -88,17 +88,17 @@ class RunningView:
     @cached_property
     def lengths(self) -> NDArray[np.int32]:
         """int32: tokens that each sequence has slots for."""
-        return self.bm.lengths[self.rows]
+        return self.bm.lengths_of(self.rows)
 
     @cached_property
     def limits(self) -> NDArray[np.int32]:
         """int32: tokens that each will have slots for at its end; ``UNLIMITED`` if not known."""
-        return self._roster.notes.limits[self.rows]
+        return self._roster.notes.limits.take(self.rows)
 
     @cached_property
     def prompt_tokens(self) -> NDArray[np.int32]:
         """int32: tokens of the prompt that each started from."""
-        return self._roster.notes.prompts[self.rows]
+        return self._roster.notes.prompts.take(self.rows)
 
     def tokens(self, request: Request) -> int:
         """Tokens to compute again if the request were preempted, cached ones included."""

@@ -12,7 +12,8 @@ import pytest
 from policy_support import running, view_of, waiting
 
 from kvcore import BlockManager, RequestRefused, Scheduler
-from kvcore.admission import PredictedPeak, ToCompletion, Watermark, peak_blocks
+from kvcore.admission import PredictedPeak, ToCompletion, Watermark
+from kvcore.peak import peak_blocks
 
 
 def stepped(lengths: list[int], left: list[int], size: int) -> int:

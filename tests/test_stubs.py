@@ -12,7 +12,13 @@ import pytest
 
 import kvcore
 
-COMPILED = ("kvcore.pool", "kvcore.eviction", "kvcore.prefix_index", "kvcore.block_manager")
+COMPILED = (
+    "kvcore.pool",
+    "kvcore.eviction",
+    "kvcore.prefix_index",
+    "kvcore.block_manager",
+    "kvcore.peak",
+)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mypy") is None, reason="mypy is not installed")
