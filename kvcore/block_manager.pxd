@@ -111,6 +111,8 @@ cdef class BlockManager:
     cdef int grow_for_one_more(self, int64_t columns) except -1
     cdef inline int prepare_append(self, int32_t row, int64_t n_tokens) except -1
     cdef int prepare_append_batch(self, const int32_t *rows, cnp.npy_intp count) except -1
+    cdef int make_room(self, cnp.npy_intp count, int64_t columns) except -1
+    cdef int make_room_for_pairs(self, cnp.npy_intp count) except -1
     cdef int64_t longest_after(self, const int32_t *rows, cnp.npy_intp count) except -1
     cdef tuple append_counts(self, cnp.ndarray rows, cnp.ndarray out, cnp.ndarray counts)
     cdef int prepare_append_counts(

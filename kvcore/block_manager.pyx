@@ -94,6 +94,9 @@ cdef enum:
     NO_CELL = -2  # the slab has no column for it yet
 
 
+cdef cnp.ndarray NO_PAIRS = int32_table(0, 2)
+
+
 class AppendPlan(NamedTuple):
     """What ``append_batch`` would do now; all rows are served if ``needed <= available``.
 
@@ -924,7 +927,7 @@ cdef class BlockManager:
         self.rows_by_seq = {}
         self.count_array = int64_zeros(NUM_COUNTERS)
         self.counts = int64_data(self.count_array)
-        self.pair_array = int32_table(0, 2)
+        self.pair_array = NO_PAIRS
         self.generation = -1
         self.merge_duplicates = merge_duplicates
         self.retention_by_row = {}
@@ -1393,8 +1396,8 @@ cdef class BlockManager:
             if needed > available_blocks(self.blocks):
                 self.out_of_blocks(needed, available_blocks(self.blocks))
             growth = blocks_for(&self.slab, length + <int32_t>count) - held
-            self.grow(self.num_rows, held + growth)
             slots = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT64, 0)
+            self.grow(self.num_rows, held + growth)
             if needed > growth:
                 source = own_tail(self, row, held - 1)
             elif count and length < held * <int64_t>self.slab.block_size:
@@ -1531,10 +1534,7 @@ cdef class BlockManager:
                     self, self.slab.lengths[rows[i]], <int32_t>int64_data(after)[rows[i]]
                 ),
             )
-        self.grow(self.num_rows, columns)
-        if cnp.PyArray_DIM(self.pair_array, 0) < count:
-            self.pair_array = int32_table(count, 2)
-        return self.reserve_fence(count)
+        return self.make_room(count, columns)
 
     cdef int check_rows(self, const int32_t *rows, cnp.npy_intp count, str name) except -1:
         cdef cnp.npy_intp i
@@ -1581,7 +1581,7 @@ cdef class BlockManager:
         cdef const int32_t *row = int32_data(rows)
         cdef const int32_t *number_of = NULL
         cdef const int32_t *gone = NULL
-        cdef int64_t needed, available, coming = 0, i
+        cdef int64_t needed, available, length, coming = 0, i
         cdef cnp.ndarray seen
         check_array(rows, "rows", sizeof(int32_t), writable=False)
         if counts is not None:
@@ -1597,11 +1597,14 @@ cdef class BlockManager:
             seen = int32_zeros(self.num_rows)
             self.check_distinct(row, count, seen, "rows")
             self.check_distinct(gone, num_without, seen, "without")
-            for i in range(count if number_of != NULL else 0):
-                if self.slab.lengths[row[i]] + <int64_t>number_of[i] > MAX_TOKENS:
-                    raise ValueError(f"counts: a sequence cannot grow past {MAX_TOKENS} tokens")
-            if cnp.PyArray_DIM(self.pair_array, 0) < count:
-                self.pair_array = int32_table(count, 2)
+            for i in range(count):
+                length = self.slab.lengths[row[i]]
+                if length + (1 if number_of == NULL else number_of[i]) > MAX_TOKENS:
+                    raise ValueError(
+                        f"{'rows' if counts is None else 'counts'}: a sequence cannot grow past "
+                        f"{MAX_TOKENS} tokens"
+                    )
+            self.make_room_for_pairs(count)
             available = available_blocks(self.blocks)
             if self.steps_issued == self.steps_settled:
                 available += let_go(self, gone, num_without)
@@ -1624,12 +1627,15 @@ cdef class BlockManager:
         return AppendPlan(needed, available, coming)
 
     cdef cnp.ndarray copies(self, cnp.npy_intp count):
-        cdef cnp.npy_intp[2] shape
-        cdef cnp.ndarray pairs
-        shape[0] = count
-        shape[1] = 2
-        pairs = cnp.PyArray_EMPTY(2, shape, cnp.NPY_INT32, 0)
-        memcpy(int32_data(pairs), int32_data(self.pair_array), 2 * count * sizeof(int32_t))
+        """The pairs that a batch has written, for its caller to keep.
+
+        The array itself, cut short: there is no more room to be had for another.
+        """
+        cdef cnp.ndarray pairs = self.pair_array
+        self.pair_array = NO_PAIRS
+        cnp.PyArray_DIMS(pairs)[0] = count
+        cnp.PyArray_ENABLEFLAGS(pairs, cnp.NPY_ARRAY_WRITEABLE)
+        cnp.PyArray_UpdateFlags(pairs, cnp.NPY_ARRAY_UPDATE_ALL)
         return pairs
 
     cdef inline int prepare_append(self, int32_t row, int64_t n_tokens) except -1:
@@ -1659,10 +1665,21 @@ cdef class BlockManager:
             longest = max(longest, length)
         if longest + <int64_t>count > MAX_TOKENS and self.longest_after(rows, count) > MAX_TOKENS:
             raise ValueError(f"rows: a sequence cannot grow past {MAX_TOKENS} tokens")
-        self.grow(self.num_rows, columns_to_append(self, longest, 1))
+        return self.make_room(count, columns_to_append(self, longest, 1))
+
+    cdef int make_room(self, cnp.npy_intp count, int64_t columns) except -1:
+        """For a batch of that many rows, the longest of that many columns afterwards.
+
+        The slab comes last: that it has grown can be seen.
+        """
+        self.make_room_for_pairs(count)
+        self.reserve_fence(count)
+        return self.grow(self.num_rows, columns)
+
+    cdef int make_room_for_pairs(self, cnp.npy_intp count) except -1:
         if cnp.PyArray_DIM(self.pair_array, 0) < count:
             self.pair_array = int32_table(count, 2)
-        return self.reserve_fence(count)
+        return 0
 
     cdef int no_such_row(self, const int32_t *rows, cnp.npy_intp entry) except -1:
         raise ValueError(
@@ -1710,7 +1727,10 @@ cdef class BlockManager:
                     f"n_tokens is {length}, but {seq!r} has {self.slab.lengths[row]} tokens"
                 )
             self.check_cut(row, <int32_t>length, "n_tokens")
-            self.reserve_fence(blocks_for(&self.slab, self.slab.lengths[row]))
+            self.reserve_fence(
+                blocks_for(&self.slab, self.slab.lengths[row])
+                - blocks_for(&self.slab, <int32_t>length)
+            )
             shorten(self, row, <int32_t>length)
 
     def truncate_batch(self, cnp.ndarray rows not None, cnp.ndarray lengths not None, /):
@@ -1740,6 +1760,7 @@ cdef class BlockManager:
                     )
                 self.check_cut(row[i], length[i], "lengths: one")
                 dropped += blocks_for(&self.slab, self.slab.lengths[row[i]])
+                dropped -= blocks_for(&self.slab, length[i])
             self.reserve_fence(dropped)
             for i in range(count):
                 shorten(self, row[i], length[i])
@@ -1884,8 +1905,8 @@ cdef class BlockManager:
             raise ValueError(
                 f"blocks has {cnp.PyArray_SIZE(kept_blocks)} entries for {count} columns"
             )
-        held = kept_blocks[kept_blocks != HOLE]
-        if len(np.unique(held)) != len(held):
+        held = [number for number in kept_blocks.tolist() if number != HOLE]
+        if len(set(held)) != len(held):
             raise ValueError(f"blocks must be distinct, got {kept_blocks.tolist()}")
         for i in range(count):
             if not (column[i - 1] + 1 if i else 0) <= column[i] < total:

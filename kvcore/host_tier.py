@@ -32,16 +32,16 @@ class _Away:
 
     Attributes
     ----------
-    kept, kept_blocks : ndarray
-        int32: the columns of its table that are not copied, and their blocks, which stay
-        on the device; -1 where a window has given one back.
+    kept, kept_blocks : list of int
+        The columns of its table that are not copied, and their blocks, which stay on the
+        device; -1 where a window has given one back.
     """
 
     def __init__(
         self,
         n_tokens: int,
-        kept: NDArray[np.int32],
-        kept_blocks: NDArray[np.int32],
+        kept: list[int],
+        kept_blocks: list[int],
         prompt: Prompt | None,
         pending: int,
     ) -> None:
@@ -83,27 +83,31 @@ class HostTier:
         """
         table = np.asarray(self.bm.tables[seq])
         moved = self.bm.exclusive_blocks(seq)
-        kept = np.setdiff1d(np.arange(len(table), dtype=np.int32), moved, assume_unique=True)
+        kept = np.setdiff1d(np.arange(len(table)), moved, assume_unique=True)
+        kept_blocks = table[kept].tolist()
+        prompt = None
+        if self.bm.prefix_caching and -1 not in kept_blocks:
+            prompt = self.bm.prompt_of(seq)
+        away = _Away(self.bm.length(seq), kept.tolist(), kept_blocks, prompt, pending)
+        pairs = np.empty((len(moved), 2), np.int32)
+        pairs[:, 0] = table[moved]
         self.host.allocate(seq, len(moved) * self.host.block_size)
-        kept_blocks = table[kept].copy()
-        has_holes = bool((kept_blocks < 0).any())
-        prompt = self.bm.prompt_of(seq) if self.bm.prefix_caching and not has_holes else None
-        self._away[seq] = _Away(self.bm.length(seq), kept, kept_blocks, prompt, pending)
-        return np.stack([table[moved], self.host.tables[seq]], axis=1)
+        self._away[seq] = away
+        pairs[:, 1] = self.host.tables[seq]
+        return pairs
 
     def end_out(self, seq: Hashable, pending: int) -> None:
         """Give back what was copied to the host: the copies are there."""
         away = self._away[seq]
-        away.pending = pending
         # Since then a window may have given some of them back.
-        away.kept_blocks = np.asarray(self.bm.tables[seq])[away.kept]
-        self._pin(away)
-        self.bm.free_seq(seq)
+        kept_blocks = np.asarray(self.bm.tables[seq])[away.kept].tolist()
+        self._end_table(seq, kept_blocks)
+        away.pending, away.kept_blocks = pending, kept_blocks
 
     def cancel_out(self, seq: Hashable) -> None:
         """Leave the sequence where it was: the copies to the host failed."""
-        del self._away[seq]
         self.host.free_seq(seq)
+        del self._away[seq]
 
     def blocks_to_return(self, seq: Hashable) -> int:
         """Blocks that its return takes, one for its next token included."""
@@ -112,7 +116,7 @@ class HostTier:
 
     def blocks_kept(self, seqs: list[Hashable]) -> int:
         """Blocks that the sequences keep on the device, each counted once."""
-        kept = {block for seq in seqs for block in self._away[seq].kept_blocks.tolist()}
+        kept = {block for seq in seqs for block in self._away[seq].kept_blocks}
         return len(kept - {-1})
 
     def begin_in(self, seq: Hashable) -> tuple[NDArray[np.int32], int]:
@@ -121,42 +125,53 @@ class HostTier:
         Needs: ``blocks_to_return`` are available.
         """
         away = self._away[seq]
-        fresh = self.bm.restore(seq, away.n_tokens, away.kept, away.kept_blocks, tokens=away.prompt)
-        self._unpin(away)
+        host_blocks = np.asarray(self.host.tables[seq])
+        pairs = np.empty((len(host_blocks), 2), np.int32)
+        pairs[:, 0] = host_blocks
+        pairs[:, 1] = self.bm.restore(
+            seq, away.n_tokens, away.kept, away.kept_blocks, tokens=away.prompt
+        )
+        self._unpin(away.kept_blocks)
         # Only after tokens that are all known another one can be published.
         pending = away.pending if self.bm.known(seq) == away.n_tokens else UNKNOWN_TOKEN
-        return np.stack([self.host.tables[seq], fresh], axis=1), pending
+        return pairs, pending
 
     def end_in(self, seq: Hashable) -> None:
         """Give its host blocks back: the copies from there are done."""
-        away = self._away.pop(seq)
-        self.host.free_seq(seq)
-        if away.prompt is not None:
+        if self._away[seq].prompt is not None:
             self.bm.commit(seq)  # settled again, so it may be found again
+        self.host.free_seq(seq)
+        del self._away[seq]
 
     def cancel_in(self, seq: Hashable) -> None:
         """Leave the sequence in host memory as before: the copies from there failed."""
-        self._pin(self._away[seq])
-        self.bm.free_seq(seq)
+        self._end_table(seq, self._away[seq].kept_blocks)
 
     def drop(self, seq: Hashable) -> None:
         """Forget a sequence in host memory, wherever its copies are. Its table is not touched."""
-        away = self._away.pop(seq)
-        if seq not in self.bm:
-            self._unpin(away)
+        away = self._away[seq]
         self.host.free_seq(seq)
+        if seq not in self.bm:
+            self._unpin(away.kept_blocks)
+        del self._away[seq]
 
     def recall(self, seq: Hashable) -> tuple[int, Prompt | None, int]:
         """Tokens, known ids and last token of a sequence, for computing it again."""
         away = self._away[seq]
         return away.n_tokens, away.prompt, away.pending
 
-    def _pin(self, away: _Away) -> None:
-        for block in away.kept_blocks.tolist():
+    def _end_table(self, seq: Hashable, kept_blocks: list[int]) -> None:
+        """Free the sequence on the device, but for the blocks that stay."""
+        for block in kept_blocks:
             if block >= 0:
                 self.bm.pin(block)
+        try:
+            self.bm.free_seq(seq)
+        except BaseException:
+            self._unpin(kept_blocks)
+            raise
 
-    def _unpin(self, away: _Away) -> None:
-        for block in away.kept_blocks.tolist():
+    def _unpin(self, kept_blocks: list[int]) -> None:
+        for block in kept_blocks:
             if block >= 0:
                 self.bm.unpin(block)
