@@ -186,7 +186,7 @@ def test_its_limit_is_kept_after_a_failure(way: str) -> None:
 
 
 def sharing(num_blocks: int, more: int) -> tuple[Scheduler, BlockManager]:
-    """ "A" has 5 tokens, "B" the first 4 of them and ``more`` besides: they share block 0."""
+    """Prompts of 5 tokens, and of the first 4 of them and ``more`` besides: they share block 0."""
     host = BlockManager(8, SIZE)
     scheduler = scheduler_over(num_blocks, host=host, prefix_caching=True)
     scheduler.add("A", tokens=range(5))
