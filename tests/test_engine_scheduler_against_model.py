@@ -1,0 +1,291 @@
+"""Engine steps of the scheduler and their plain-Python twin, call by call.
+
+Random systems, all short sequences of calls in tiny pools, and a state machine. After every
+call: the same step, the same queues and reasons, the same blocks in the same order.
+More seeds: ``KVCORE_TWIN_SEEDS=20000``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+import pytest
+from reference_engine_scheduler import ReferenceEngineScheduler, ReferenceEngineStep
+from reference_model import ReferenceBlockManager
+from state import Uids, prefix_snapshot, snapshot
+
+from kvcore import BlockManager, RequestRefused, Resumed, Scheduler, Step
+
+SEEDS = int(os.environ.get("KVCORE_TWIN_SEEDS", "600"))
+
+
+class Both:
+    """A scheduler and its twin, driven by the same calls and compared after each."""
+
+    def __init__(
+        self, num_blocks: int, block_size: int, watermark: int, caching: bool, **options: Any
+    ) -> None:
+        self.core = BlockManager(num_blocks, block_size, rows=1, columns=1, prefix_caching=caching)
+        self.model = ReferenceBlockManager(num_blocks, block_size, prefix_caching=caching)
+        self.scheduler = Scheduler(self.core, watermark, **options)
+        self.twin = ReferenceEngineScheduler(self.model, watermark, **options)
+        self.flights: list[tuple[Step, ReferenceEngineStep]] = []
+        self.uids = Uids()
+        self.born = 0
+        self.told = 0
+
+    # --- Calls -------------------------------------------------------------------------
+
+    def add(
+        self, tokens: list[int], max_tokens: int | None = None, siblings: int = 0, unknown: int = 0
+    ) -> Hashable:
+        """A request whose last ``unknown`` tokens nobody tells."""
+        self.born += 1
+        name = self.born
+        others = [f"{name}.{number}" for number in range(siblings)]
+        n_tokens = len(tokens) + unknown
+        refused = self.twin.add(
+            name, n_tokens, tokens=tokens, max_tokens=max_tokens, siblings=others
+        )
+        more = {"tokens": tokens, "max_tokens": max_tokens, "siblings": others}
+        if refused is None:
+            self.scheduler.add(name, n_tokens, **more)
+        else:
+            with pytest.raises(RequestRefused, match=f"{refused[1]} .* can have {refused[2]}"):
+                self.scheduler.add(name, n_tokens, **more)
+        self.compare()
+        return name
+
+    def put(self, n_tokens: int) -> None:
+        """A pair goes into the queue unseen."""
+        self.born += 1
+        self.twin.put(self.born, n_tokens)
+        self.scheduler.waiting.append((self.born, n_tokens))
+        self.compare()
+
+    def end(self, name: Hashable, how: str) -> None:
+        assert getattr(self.scheduler, how)(name) == getattr(self.twin, how)(name)
+        self.compare()
+
+    @property
+    def may_plan(self) -> bool:
+        return len(self.twin.outstanding) <= self.twin.in_flight
+
+    @property
+    def is_quiet(self) -> bool:
+        return not (self.flights or self.twin.queue or self.twin.lives)
+
+    def plan(self) -> Step:
+        expected, step = self.twin.step(), self.scheduler.step()
+        self.compare_steps(step, expected)
+        if expected.is_reported:
+            assert self.scheduler.update(step) == []
+        else:
+            self.flights.append((step, expected))
+        self.compare()
+        return step
+
+    def report(
+        self,
+        choose: Callable[[int], int],
+        *,
+        tells: bool = True,
+        finished: tuple[Hashable, ...] = (),
+        parents: dict[Hashable, Hashable] | None = None,
+    ) -> list[Hashable]:
+        """``choose(n)`` is a number below n: of drafts rejected, and tokens sampled."""
+        step, expected = self.flights.pop(0)
+        rejected = [choose(count) for count in expected.counts]
+        number = sum(expected.counts) - sum(rejected)
+        number += len(expected.sampled) - len(expected.decoded)
+        tokens = [choose(3) for _ in range(number)] if tells else None
+        drafts = self.twin.each > 1
+        ended = self.twin.update(
+            expected, tokens, finished=finished, rejected=rejected, parents=parents
+        )
+        assert ended == self.scheduler.update(
+            step,
+            None if tokens is None else np.array(tokens, np.int64),
+            finished=finished,
+            rejected=np.array(rejected, np.int64) if drafts else None,
+            parents=parents,
+        )
+        assert step.lengths.tolist() == expected.lengths
+        assert self.scheduler.update(step) == []
+        self.compare()
+        return ended
+
+    def names(self) -> list[Hashable]:
+        """Everybody of whom anything is left."""
+        names = list(self.twin.running)
+        for life in self.twin.lives:
+            names += life.request.siblings if life.in_prompt else ()
+        for request in self.twin.queue:
+            names += request.names
+        return names
+
+    # --- Comparison --------------------------------------------------------------------
+
+    def compare_steps(self, step: Step, expected: ReferenceEngineStep) -> None:
+        def names(lives: list[Any]) -> list[Hashable]:
+            return [life.name for life in lives]
+
+        assert step == names(expected.decoded)
+        assert step.number == expected.number
+        assert step.slots.tolist() == expected.slots
+        assert step.lengths.tolist() == expected.lengths
+        if self.twin.each > 1:
+            assert step.counts.tolist() == expected.counts
+        else:
+            assert step.counts is None
+        assert step.rows.tolist() == [self.core.row(seq) for seq in step]
+        assert step.prefills == [(life.name, at, count) for life, at, count in expected.chunks]
+        assert step.completed == names(expected.completed)
+        assert step.forks == [(one.name, other.name) for one, other in expected.forks]
+        assert step.sampled == names(expected.sampled)
+        copies = [tuple(pair) for pair in step.copies.tolist()]
+        assert sorted(copies) == sorted(expected.copies)
+        assert step.preempted == expected.preempted
+        assert step.stalled == names(expected.stalled)
+        assert step.rejected == expected.rejected
+        stats = step.stats
+        assert (stats.running, stats.waiting) == (len(self.twin.lives), len(self.twin.queue))
+
+    def compare(self) -> None:
+        scheduler, twin = self.scheduler, self.twin
+        assert list(scheduler.waiting) == twin.waiting
+        for request, expected in zip(scheduler.waiting, twin.queue, strict=True):
+            ids = [request.seq, *(one.seq for one in getattr(request, "others", ()))]
+            assert [*ids, *request.siblings] == expected.names
+            assert isinstance(request, Resumed) == expected.came_back
+        assert scheduler.running == twin.running
+        assert scheduler.counters.as_dict() == twin.counters
+        for seq in [*(name for name, _ in twin.waiting[:2]), *twin.running[-2:]]:
+            assert self.why(scheduler, seq) == self.why(twin, seq)
+        assert snapshot(self.core) == snapshot(self.model)
+        if self.model.prefix_caching:
+            prefix_snapshot(self.core, self.model, self.uids)
+
+    @staticmethod
+    def why(scheduler: Any, seq: Hashable) -> Any:
+        try:
+            return scheduler.why(seq)
+        except KeyError:
+            return None
+
+
+class RandomSystem:
+    """What to run, drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        chance = self.chance = random.Random(seed)
+        drafts = chance.choice([0, 0, 0, 1, 2, 4])
+        is_tight = chance.random() < 0.7  # so that somebody yields all the time
+        blocks = chance.randint(3, 9) if is_tight else chance.randint(2, 24)
+        in_flight = 0 if drafts else chance.choice([0, 0, 1, 2])
+        window = chance.choice([None, None, 1, 2, 5])
+        if drafts or in_flight:
+            window = None  # LEFT OUT: one may be ended whose next token would fit
+        self.settings: dict[str, Any] = {
+            "num_blocks": blocks,
+            "block_size": chance.randint(1, 3 if is_tight else 4),
+            "watermark": 0 if is_tight else chance.randint(0, min(2, blocks - 1)),
+            "caching": chance.random() < 0.5,
+            "token_budget": chance.choice([3, 4, 6, 10, 20]) * (1 + drafts),
+            "max_running": None if is_tight else chance.choice([None, 1, 2]),
+            "wait_for_prefix": chance.random() < 0.8,
+            "max_partial_prefills": chance.choice([1, 2, 4]),
+            "draft_tokens": drafts,
+            "in_flight": in_flight,
+            "window": window,
+            "sink_tokens": chance.choice([0, 1, 3]) if window else 0,
+        }
+        tokens = blocks * self.settings["block_size"]
+        self.most_tokens = tokens // 2 if is_tight else tokens + 1
+        self.arrival_rate = 0.8 if is_tight else 0.3
+        self.both = Both(**self.settings)
+        self.held: list[int] = []
+        self.abort_rate = chance.choice([0, 0, 0.03, 0.15])
+        self.finish_rate = chance.choice([0, 0, 0.1])
+        self.hold_rate = chance.choice([0, 0, 0.05])
+        self.tells = chance.random() < 0.9
+
+    def run(self) -> None:
+        both, chance = self.both, self.chance
+        to_come = chance.randint(2, 14)
+        for _ in range(100):
+            if to_come and chance.random() < self.arrival_rate:
+                to_come -= 1
+                self.add()
+            self.hold()
+            if both.may_plan and (not both.flights or chance.random() < 0.6):
+                both.plan()
+            if chance.random() < self.abort_rate and both.names():
+                self.end(chance.choice(both.names()))
+            if both.flights and (not both.may_plan or chance.random() < 0.5):
+                self.report()
+            if not to_come and both.is_quiet:
+                break
+
+    def add(self) -> None:
+        chance, both = self.chance, self.both
+        n_tokens = min(chance.choice([1, 2, 3, 5, 9, 14]), self.most_tokens)
+        if chance.random() < 0.03:
+            both.put(chance.choice([0, n_tokens, 2 * self.most_tokens]))
+            return
+        tokens = [0] * n_tokens
+        if chance.random() < 0.5:
+            tokens[chance.randrange(n_tokens)] = 1
+        unknown = chance.choice([0, 0, 0, 0, 0, 1, 4])
+        siblings = chance.choice([0, 0, 0, 0, 1, 2])
+        if both.twin.window:
+            siblings = 0  # LEFT OUT: until they decode, they keep blocks outside the window
+        limit = chance.choice([None, 0, 1, 2, 5, *[self.most_tokens] * 5])
+        both.add(tokens, limit, siblings, unknown)
+
+    def end(self, name: Hashable) -> None:
+        life = self.both.twin._life(name)
+        if life is not None and life.in_prompt and len(life.request.running) > 1:
+            return  # LEFT OUT: tokens that it was to compute for others are not computed
+        self.both.end(name, self.chance.choice(["abort", "finish"]))
+
+    def report(self) -> None:
+        both, chance = self.both, self.chance
+        finished = [
+            life.name
+            for life in both.flights[0][1].sampled
+            if chance.random() < self.finish_rate or both.twin.number > 60
+        ]
+        both.report(chance.randrange, tells=self.tells, finished=tuple(finished))
+
+    def hold(self) -> None:
+        """Somebody outside holds blocks for a while."""
+        both, chance = self.both, self.chance
+        if self.held and chance.random() < 0.2:
+            block = self.held.pop()
+            for manager in (both.core, both.model):
+                manager.unpin(block)
+        used = [block for block, count in enumerate(both.model.ref) if count]
+        if used and chance.random() < self.hold_rate:
+            self.held.append(chance.choice(used))
+            for manager in (both.core, both.model):
+                manager.pin(self.held[-1])
+
+
+def run(seed: int) -> None:
+    system = RandomSystem(seed)
+    try:
+        system.run()
+    except Exception as error:
+        error.add_note(f"seed {seed}: {system.settings}")
+        raise
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_random_systems(part: int) -> None:
+    for seed in range(part, SEEDS, 8):
+        run(seed)
