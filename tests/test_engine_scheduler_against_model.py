@@ -2,11 +2,12 @@
 
 Random systems, all short sequences of calls in tiny pools, and a state machine. After every
 call: the same step, the same queues and reasons, the same blocks in the same order.
-More seeds: ``KVCORE_TWIN_SEEDS=20000``.
+More: ``KVCORE_TWIN_SEEDS=20000``, ``KVCORE_TWIN_DEPTH=6``, ``HYPOTHESIS_PROFILE=nightly``.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Hashable
@@ -14,13 +15,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from reference_engine_scheduler import ReferenceEngineScheduler, ReferenceEngineStep
 from reference_model import ReferenceBlockManager
-from state import Uids, prefix_snapshot, snapshot
+from state import Uids, outcome, prefix_snapshot, snapshot
 
 from kvcore import BlockManager, RequestRefused, Resumed, Scheduler, Step
 
 SEEDS = int(os.environ.get("KVCORE_TWIN_SEEDS", "600"))
+DEPTH = int(os.environ.get("KVCORE_TWIN_DEPTH", "3"))
 
 
 class Both:
@@ -36,7 +40,7 @@ class Both:
         self.flights: list[tuple[Step, ReferenceEngineStep]] = []
         self.uids = Uids()
         self.born = 0
-        self.told = 0
+        self.is_compared = True
 
     # --- Calls -------------------------------------------------------------------------
 
@@ -70,6 +74,13 @@ class Both:
     def end(self, name: Hashable, how: str) -> None:
         assert getattr(self.scheduler, how)(name) == getattr(self.twin, how)(name)
         self.compare()
+
+    def managers(self, call: Callable[[Any], Any]) -> tuple[Any, ...]:
+        """What somebody outside does with the blocks."""
+        expected = outcome(call, self.model)
+        assert outcome(call, self.core) == expected
+        self.compare()
+        return expected
 
     @property
     def may_plan(self) -> bool:
@@ -128,6 +139,11 @@ class Both:
             names += request.names
         return names
 
+    def is_left_out(self, name: Hashable) -> bool:
+        """LEFT OUT: what it was to compute for others of its group, nobody computes."""
+        life = self.twin._life(name)
+        return life is not None and life.in_prompt and len(life.request.running) > 1
+
     # --- Comparison --------------------------------------------------------------------
 
     def compare_steps(self, step: Step, expected: ReferenceEngineStep) -> None:
@@ -156,6 +172,8 @@ class Both:
         assert (stats.running, stats.waiting) == (len(self.twin.lives), len(self.twin.queue))
 
     def compare(self) -> None:
+        if not self.is_compared:
+            return
         scheduler, twin = self.scheduler, self.twin
         assert list(scheduler.waiting) == twin.waiting
         for request, expected in zip(scheduler.waiting, twin.queue, strict=True):
@@ -248,10 +266,8 @@ class RandomSystem:
         both.add(tokens, limit, siblings, unknown)
 
     def end(self, name: Hashable) -> None:
-        life = self.both.twin._life(name)
-        if life is not None and life.in_prompt and len(life.request.running) > 1:
-            return  # LEFT OUT: tokens that it was to compute for others are not computed
-        self.both.end(name, self.chance.choice(["abort", "finish"]))
+        if not self.both.is_left_out(name):
+            self.both.end(name, self.chance.choice(["abort", "finish"]))
 
     def report(self) -> None:
         both, chance = self.both, self.chance
@@ -267,13 +283,11 @@ class RandomSystem:
         both, chance = self.both, self.chance
         if self.held and chance.random() < 0.2:
             block = self.held.pop()
-            for manager in (both.core, both.model):
-                manager.unpin(block)
+            both.managers(lambda manager: manager.unpin(block))
         used = [block for block, count in enumerate(both.model.ref) if count]
         if used and chance.random() < self.hold_rate:
             self.held.append(chance.choice(used))
-            for manager in (both.core, both.model):
-                manager.pin(self.held[-1])
+            both.managers(lambda manager: manager.pin(self.held[-1]))
 
 
 def run(seed: int) -> None:
@@ -289,3 +303,178 @@ def run(seed: int) -> None:
 def test_random_systems(part: int) -> None:
     for seed in range(part, SEEDS, 8):
         run(seed)
+
+
+# --- All short sequences of calls ------------------------------------------------------
+
+CALLS = ("add", "add longer", "add a group", "step", "abort the newest", "finish the oldest")
+CALLS_IN_FLIGHT = ("add longer", "add a group", "plan", "report", "abort the newest")
+
+
+def call(both: Both, name: str) -> bool:
+    """False if there is nothing that it could be done to."""
+    size = both.core.block_size
+    if name == "add":
+        both.add([0], 4)
+    elif name == "add longer":
+        both.add([0] * (size + 1), 2)
+    elif name == "add a group":
+        both.add([0] * size, 3, siblings=1)
+    elif name in ("plan", "step"):
+        if not both.may_plan:
+            return False
+        both.plan()
+        if name == "step" and both.flights:
+            both.report(lambda _: 0)
+    elif name == "report":
+        if not both.flights:
+            return False
+        both.report(lambda _: 0)
+    else:
+        names = both.names()
+        if not names:
+            return False
+        is_abort = name == "abort the newest"
+        both.end(names[-1] if is_abort else names[0], "abort" if is_abort else "finish")
+    return True
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(2, 2), (3, 1), (4, 2)])
+def test_all_short_sequences(
+    num_blocks: int, block_size: int, caching: bool, in_flight: int
+) -> None:
+    """Two requests run; then every sequence of calls, and a few steps for what it led to."""
+    done: tuple[str, ...] = ()
+    impossible: tuple[str, ...] = ("",)
+    for calls in itertools.product(CALLS_IN_FLIGHT if in_flight else CALLS, repeat=DEPTH):
+        if calls[: len(impossible)] == impossible:
+            continue
+        both = Both(num_blocks, block_size, 0, caching, token_budget=3, in_flight=in_flight)
+        both.is_compared = False
+        for first in ("add", "add longer", "plan", "report", "plan", "report"):
+            call(both, first)
+        for place, name in enumerate(calls):
+            # What it has in common with the one before has been compared.
+            both.is_compared = both.is_compared or calls[: place + 1] != done[: place + 1]
+            if not call(both, name):
+                impossible = calls[: place + 1]
+                break
+        for _ in range(4):
+            if both.may_plan:
+                both.plan()
+            if both.flights:
+                both.report(lambda _: 0)
+        done = calls
+
+
+# --- A state machine -------------------------------------------------------------------
+
+number = st.integers(0, 1_000)
+
+
+class EngineStepMachine(RuleBasedStateMachine):
+    """Few rules, each with many ways, so that steps are what happens most."""
+
+    @initialize(
+        num_blocks=st.integers(2, 12),
+        block_size=st.integers(1, 4),
+        watermark=st.sampled_from([0, 0, 1]),
+        caching=st.booleans(),
+        budget=st.sampled_from([2, 3, 5, 8, 16]),
+        ahead=st.sampled_from([(0, 0), (0, 0), (1, 0), (2, 0), (0, 1), (0, 3)]),
+        max_running=st.sampled_from([None, None, None, 1, 2]),
+        partial=st.integers(1, 3),
+    )
+    def begin(
+        self,
+        num_blocks: int,
+        block_size: int,
+        watermark: int,
+        caching: bool,
+        budget: int,
+        ahead: tuple[int, int],
+        max_running: int | None,
+        partial: int,
+    ) -> None:
+        in_flight, drafts = ahead
+        self.both = Both(
+            num_blocks,
+            block_size,
+            watermark,
+            caching,
+            token_budget=budget * (1 + drafts),
+            max_running=max_running,
+            max_partial_prefills=partial,
+            draft_tokens=drafts,
+            in_flight=in_flight,
+        )
+        self.outsiders = 0
+        for _ in range(3):
+            self.both.add([0], 6)
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=10),
+        limit=st.one_of(st.none(), st.integers(0, 8)),
+        siblings=st.sampled_from([0, 0, 1, 2]),
+        unknown=st.sampled_from([0, 0, 0, 2]),
+    )
+    def add(self, tokens: list[int], limit: int | None, siblings: int, unknown: int) -> None:
+        self.both.add(tokens, limit, siblings, unknown)
+
+    @rule(n_tokens=st.sampled_from([0, 1, 5, 1000]))
+    def put(self, n_tokens: int) -> None:
+        self.both.put(n_tokens)
+
+    @rule(who=number, how=st.sampled_from(["finish", "abort"]))
+    def end(self, who: int, how: str) -> None:
+        names = [*self.both.names(), "nobody"]
+        name = names[who % len(names)]
+        if not self.both.is_left_out(name):
+            self.both.end(name, how)
+
+    @rule(choices=st.lists(number, min_size=4, max_size=4), times=st.integers(1, 6))
+    def steps(self, choices: list[int], times: int) -> None:
+        for _ in range(times):
+            self.plan()
+            self.report(choices=choices, tells=True, ends=False)
+
+    @rule()
+    def plan(self) -> None:
+        if self.both.may_plan:
+            self.both.plan()
+
+    @rule(
+        choices=st.lists(number, min_size=1, max_size=6),
+        tells=st.sampled_from([True, True, True, False]),
+        ends=st.booleans(),
+    )
+    def report(self, choices: list[int], tells: bool, ends: bool) -> None:
+        if not self.both.flights:
+            return
+        drawn = itertools.cycle(choices)
+        sampled = [life.name for life in self.both.flights[0][1].sampled]
+        finished = tuple(sampled[: choices[0] % 2]) if ends else ()
+        self.both.report(lambda below: next(drawn) % below, tells=tells, finished=finished)
+
+    @rule(act=st.sampled_from(["come", "go", "pin", "unpin", "evict", "reset"]), size=number)
+    def outside(self, act: str, size: int) -> None:
+        both = self.both
+        block = size % both.model.num_blocks
+        if act == "come":
+            self.outsiders += 1
+            name = f"outsider {self.outsiders}"
+            both.managers(lambda manager: manager.allocate(name, size % 7))
+        elif act == "go":
+            name = f"outsider {size % (self.outsiders + 1)}"
+            both.managers(lambda manager: manager.free_seq(name))
+        elif act in ("pin", "unpin"):
+            both.managers(lambda manager: getattr(manager, act)(block))
+        elif both.model.prefix_caching:
+            both.managers(
+                lambda manager: manager.evict(size % 3) if act == "evict" else manager.reset()
+            )
+
+
+TestEngineSteps = EngineStepMachine.TestCase
