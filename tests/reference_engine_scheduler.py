@@ -712,11 +712,11 @@ class ReferenceEngineScheduler:
             written = self._length(life) - sum(life in one.decoded for one in self.outstanding)
             if self.bm.prefix_caching and new and self.bm.known(life.name) == written:
                 life.pending = new[0]
-        if parents:
-            self._move_beams(parents)
+        moved = self._move_beams(parents or {})
         self._slide(step)
         ended = [life for life in step.may_end if life in self.lives]
-        if self.each > 1:  # drafts may have been rejected
+        ended += [life for life in moved if life not in ended]
+        if not self.in_flight:  # drafts may have been rejected, beams may be longer or shorter
             ended = [life for life in ended if self._is_long_enough(life)]
         for name in finished:
             life = self._life(name)
@@ -755,13 +755,15 @@ class ReferenceEngineScheduler:
             self.bm.commit(life.name, tokens[:-1])
             life.pending = tokens[-1]
 
-    def _move_beams(self, parents: Mapping[Hashable, Hashable]) -> None:
+    def _move_beams(self, parents: Mapping[Hashable, Hashable]) -> list[Life]:
         """What was sampled follows the tokens of the one that a beam goes on from."""
-        lives = {name: self._life(name) for name in (*parents, *parents.values())}
+        beams = [self._life(name) for name in parents]
+        unknown = [self._life(parent).pending is None for parent in parents.values()]
         self.bm.reorder(list(parents), list(parents.values()))
-        unknown = [name for name, parent in parents.items() if lives[parent].pending is None]
-        for name in unknown:
-            lives[name].pending = None
+        for beam, is_unknown in zip(beams, unknown, strict=True):
+            if is_unknown:
+                beam.pending = None
+        return beams
 
     def _slide(self, step: ReferenceEngineStep) -> None:
         """Blocks that no later token sees are given back."""

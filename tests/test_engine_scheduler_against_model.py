@@ -118,13 +118,14 @@ class Both:
         ended = self.twin.update(
             expected, tokens, finished=finished, rejected=rejected, parents=parents
         )
-        assert ended == self.scheduler.update(
+        got = self.scheduler.update(
             step,
             None if tokens is None else np.array(tokens, np.int64),
             finished=finished,
             rejected=np.array(rejected, np.int64) if drafts else None,
             parents=parents,
         )
+        assert got == ended
         assert step.lengths.tolist() == expected.lengths
         assert self.scheduler.update(step) == []
         self.compare()
@@ -230,6 +231,7 @@ class RandomSystem:
         self.abort_rate = chance.choice([0, 0, 0.03, 0.15])
         self.finish_rate = chance.choice([0, 0, 0.1])
         self.hold_rate = chance.choice([0, 0, 0.05])
+        self.move_rate = chance.choice([0, 0.3])
         self.tells = chance.random() < 0.9
 
     def run(self) -> None:
@@ -276,7 +278,26 @@ class RandomSystem:
             for life in both.flights[0][1].sampled
             if chance.random() < self.finish_rate or both.twin.number > 60
         ]
-        both.report(chance.randrange, tells=self.tells, finished=tuple(finished))
+        both.report(
+            chance.randrange,
+            tells=self.tells,
+            finished=tuple(finished),
+            parents={} if both.twin.in_flight else self.parents(),
+        )
+
+    def parents(self) -> dict[Hashable, Hashable]:
+        """Some beams go on from others."""
+        parents = {}
+        for life in self.both.flights[0][1].decoded:
+            others = [one for one in life.request.running if not one.in_prompt]
+            if (
+                len({self.both.model.lens[one.name] for one in others}) > 1
+                or self.both.twin.each > 1
+            ):
+                continue  # LEFT OUT: they may miss their limit
+            if life in self.both.twin.lives and self.chance.random() < self.move_rate:
+                parents[life.name] = self.chance.choice(others).name
+        return parents
 
     def hold(self) -> None:
         """Somebody outside holds blocks for a while."""
