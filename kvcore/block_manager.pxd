@@ -142,7 +142,9 @@ cdef class BlockManager:
     cdef int write_rows(
         self, const int32_t *rows, const int32_t *tokens, cnp.npy_intp count
     ) except -1
-    cdef int32_t publish_rows(self, const int32_t *rows, cnp.npy_intp count) noexcept
+    cdef int32_t publish_rows(
+        self, const int32_t *rows, const int32_t *tokens, cnp.npy_intp count
+    ) noexcept
     cdef int32_t publish_ready(self, const int32_t *rows, int32_t count) noexcept
     cdef int64_t num_unpublished(self, const int32_t *rows, cnp.npy_intp count) noexcept
     cdef cnp.ndarray ids_to_commit(self, tokens)

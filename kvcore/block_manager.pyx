@@ -2358,7 +2358,7 @@ cdef class BlockManager:
         with cython.critical_section(self.pool):
             self.check_rows(int32_data(rows), count, "rows")
             self.write_rows(int32_data(rows), int32_data(ids), count)
-            return self.publish_rows(int32_data(rows), count)
+            return self.publish_rows(int32_data(rows), int32_data(ids), count)
 
     cdef int write_rows(
         self, const int32_t *rows, const int32_t *tokens, cnp.npy_intp count
@@ -2456,10 +2456,14 @@ cdef class BlockManager:
             for i in range(count):
                 if int32_data(written)[i] >= 0:
                     last[row[i]] = -1 if new == NULL else new[i]
-            return self.publish_rows(row, count)
+            return self.publish_rows(row, int32_data(written), count)
 
-    cdef int32_t publish_rows(self, const int32_t *rows, cnp.npy_intp count) noexcept:
-        """Publish what is known of these rows, all of it settled; how many blocks were.
+    cdef int32_t publish_rows(
+        self, const int32_t *rows, const int32_t *tokens, cnp.npy_intp count
+    ) noexcept:
+        """Publish what is known of these rows after write_rows; how many blocks were.
+
+        But not of those that got no token: what is known of them need not be settled.
 
         A block meets its bucket and its predecessor for the first time in a while. So
         rows with a full block are gathered, and served when what they need was fetched.
@@ -2469,6 +2473,8 @@ cdef class BlockManager:
         cdef int32_t num_ready = 0, published = 0, before
         cdef cnp.npy_intp i
         for i in range(count):
+            if tokens[i] < 0:
+                continue
             before = self.published_blocks[rows[i]]
             if before != CLOSED and full_blocks(&self.slab, self.known_tokens[rows[i]]) > before:
                 expect_publish(self, rows[i])

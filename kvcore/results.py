@@ -91,6 +91,7 @@ class Results:
             if (
                 request is None
                 or by_seq.get(parent) is not request
+                or not self.roster.prefilling.keys().isdisjoint((seq, parent))
                 or seq not in bm
                 or parent not in bm
             ):
@@ -170,7 +171,6 @@ class Results:
         if len(short):
             lengths = step.lengths[chosen][short] - rejected[short]
             self.bm.truncate_batch(rows[short], lengths.astype(np.int32))
-            step.lengths[chosen[short]] = lengths
         if not self.bm.prefix_caching:
             return
         pending = self.roster.notes.pending
@@ -217,10 +217,12 @@ class Results:
                 rows.append(step.rows[place])
                 # A beam may have gone on from a shorter one.
                 lengths.append(min(step.lengths[place], self.bm.length(seq)))
-        for seq, start, count in step.prefills:
+        computed = {seq: start + count for seq, start, count in step.prefills}
+        computed |= {child: computed[parent] for parent, child in step.forks}
+        for seq, length in computed.items():
             if self.roster.is_current(seq, step) and seq in self.bm:
                 rows.append(self.bm.row(seq))
-                lengths.append(start + count)
+                lengths.append(length)
         if rows:
             self.bm.release_outside_window(
                 np.array(rows, np.int32),

@@ -42,6 +42,8 @@ class Roster:
         How often a sequence lost its table: what tells a step that none of its own did.
     prefilling : dict
         Tokens computed or found cached, of prompts under way.
+    leaning : dict
+        Of sequences of a group that is computed again: who computes what they share.
     idle : set
         Running sequences that do not decode: in their prompt, at their limit, or on
         their way back from host memory.
@@ -77,6 +79,7 @@ class Roster:
         self.entered: dict[Hashable, int] = {}
         self.departures = 0
         self.prefilling: dict[Hashable, int] = {}
+        self.leaning: dict[Hashable, Hashable] = {}
         self.idle: set[Hashable] = set()
         self.draining: set[Hashable] = set()
         self.outstanding: deque[Step] = deque()
@@ -136,15 +139,14 @@ class Roster:
         generated = 0
         if request is not None and seq not in self.prefilling:
             generated = self.bm.length(seq) - request.n_tokens
-        computed = self.prefilling.get(seq)
+        if isinstance(request, Resumed):
+            self._hand_over(seq, request)
         self.bm.free_seq(seq)
         del self.running[position]
         self.rows.left(position, seq)
         self.forget(seq)
         if request is None:
             return
-        if computed is not None and isinstance(request, Resumed) and request.members[0] == seq:
-            self._go_on_for(request, computed)
         request.members.remove(seq)
         if generated > 0:
             self.order.charge(request, generated)
@@ -152,23 +154,31 @@ class Roster:
             for resource in self.resources:
                 resource.give(request)
 
-    def _go_on_for(self, request: Resumed, computed: int) -> None:
-        """Let others compute what they share with the first of a group, which leaves them."""
-        shared = {
-            seq: request.shared_tokens(request.member(seq), self.bm.block_size)
-            for seq in request.members[1:]
-        }
-        heir = next(iter(shared), None)
-        for seq, n_tokens in shared.items():
-            if computed < n_tokens and seq in self.prefilling:
-                start = computed if seq == heir else max(computed, shared[heir])
-                self.prefilling[seq] = min(self.prefilling[seq], start)
+    def _hand_over(self, seq: Hashable, request: Resumed) -> None:
+        """Let the next of those that lean on a sequence compute what it has not computed."""
+        computed = self.prefilling.get(seq, UNLIMITED)
+        heir: Hashable = None
+        start_of_heir = 0
+        for other in request.members:
+            if self.leaning.get(other) != seq:
+                continue
+            del self.leaning[other]
+            if heir is not None:
+                self.leaning[other] = heir
+            start = self.prefilling.get(other, 0)
+            if computed < start <= request.shared_tokens(request.member(other), self.bm.block_size):
+                if heir is None:
+                    heir, start_of_heir = other, start
+                    self.prefilling[other] = computed
+                else:
+                    self.prefilling[other] = min(start, start_of_heir)
 
     def forget(self, seq: Hashable) -> None:
         """Drop all that is noted of a sequence."""
         self.by_seq.pop(seq, None)
         self.entered.pop(seq, None)
         self.prefilling.pop(seq, None)
+        self.leaning.pop(seq, None)
         self.idle.discard(seq)
         self.draining.discard(seq)
         self.departures += 1

@@ -138,7 +138,7 @@ class Scheduler:
     in_flight : int
         (E) Most steps whose results may be outstanding when the next is planned.
     host : BlockManager, optional
-        (E) Blocks in host memory, for preempted sequences.
+        (E) Blocks in host memory, for preempted sequences; of the same size.
     swap : callable, optional
         (E) Whether a ``SwapCandidate`` goes there; by default each that finds room.
 
@@ -587,6 +587,7 @@ class Scheduler:
                 self.bm.append_slots(other.seq, other.n_tokens - shared)
                 self._roster.enter(other.seq, request)
                 self._roster.start(other.seq, shared)
+                self._roster.leaning[other.seq] = seq
         return cached
 
     def _begins_like(self, request: Request, entered: _Entered) -> bool:
@@ -649,8 +650,8 @@ class Scheduler:
         A group that is recomputed shares the blocks which its first sequence computes.
         """
         prefilling = self._roster.prefilling
-        first = self._roster.by_seq[seq].members[0]
-        return first == seq or prefilling.get(first, MAX_TOKENS) >= prefilling[seq]
+        computed = prefilling[seq]
+        return prefilling.get(self._roster.leaning.get(seq), computed) >= computed
 
     def _count_prefill(self, seq: Hashable, start: int, stop: int) -> None:
         self.counters.prefill_tokens += stop - start
@@ -849,6 +850,8 @@ class Scheduler:
         results.settle_tokens(step, ids, accepted)
         if moves is not None:
             results.move(*moves)
+            step.ending = list(dict.fromkeys([*step.ending, *moves[0]]))
+            roster.steps_to_limit = 1  # a beam may be longer now
         if self.options.window is not None:
             results.slide(step)
         ended = self._ended(step, finished) if step.ending or finished else []
@@ -863,7 +866,7 @@ class Scheduler:
     def _ended(self, step: Step, finished: Iterable[Hashable]) -> list[Hashable]:
         """Sequences that end with the results of a step, in its order."""
         ended = [seq for seq in step.ending if self._roster.is_current(seq, step)]
-        if self.options.draft_tokens:
+        if not self.options.in_flight:  # drafts may have been rejected, beams may have moved
             ended = [seq for seq in ended if self._results.is_at_limit(seq)]
         for seq in finished:
             if seq not in ended and self._roster.is_current(seq, step):

@@ -58,6 +58,8 @@ class Swapping:
         members = request.members
         if any(seq in self.roster.prefilling for seq in members):
             return False  # it would come back in the middle of its prompt
+        if any(seq in self.host.host for seq in members):
+            return False  # somebody else has blocks by that name there
         blocks = self.host.blocks_to_move(members)
         if blocks == 0 or blocks > self.host.host.num_available:
             return False

@@ -332,9 +332,11 @@ class ReferenceEngineScheduler:
 
     def why(self, name: Hashable) -> VerdictParts:
         for place, request in enumerate(self.queue):
-            if request.name == name:
+            if name in request.names:
+                decodes = [life for life in self.lives if not life.in_prompt and not life.at_limit]
+                left = self.token_budget - self.each * len(decodes) - self._under_way()
                 reason, needed, available, _, reserve = self._never(request) or self._not_now(
-                    request
+                    request, left
                 )
                 if place:
                     reason = Reason.BEHIND
@@ -541,12 +543,14 @@ class ReferenceEngineScheduler:
 
     # Admission.
 
+    def _under_way(self) -> int:
+        """Tokens that are still to be computed of prompts."""
+        return sum(self._length(life) - life.computed for life in self.lives if life.in_prompt)
+
     def _admit(self, step: ReferenceEngineStep, budget: int) -> None:
         if step.somebody_yielded:
             return
-        left = budget - sum(
-            self._length(life) - life.computed for life in self.lives if life.in_prompt
-        )
+        left = budget - self._under_way()
         entered: list[ReferencePrompt] = []
         while self.queue:
             head = self.queue[0]
@@ -699,8 +703,7 @@ class ReferenceEngineScheduler:
             self.counters["draft_tokens"] += step.counts[place] - 1
             self.counters["rejected_draft_tokens"] += rejected[place]
             if rejected[place]:
-                step.lengths[place] -= rejected[place]
-                self.bm.truncate(life.name, step.lengths[place])
+                self.bm.truncate(life.name, step.lengths[place] - rejected[place])
             self._publish_decoded(life, new)
         for life in step.sampled[len(step.decoded) :]:
             new = None if told is None else [told.pop(0)]
@@ -722,6 +725,7 @@ class ReferenceEngineScheduler:
             life = self._life(name)
             if life is not None and life not in ended and life.entered <= step.number:
                 ended.append(life)
+        ended.sort(key=[*step.sampled, *ended].index)
         for life in ended:
             self._leave(life)
         self.counters["finished"] += len(ended)

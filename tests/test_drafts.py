@@ -24,6 +24,18 @@ def counts_of(step: Step) -> list[int]:
 # --- Slots ---------------------------------------------------------------------------------
 
 
+def test_what_a_step_has_handed_out_stays_as_it_was() -> None:
+    scheduler = scheduler_over(8, draft_tokens=2)
+    scheduler.add("A", 3)
+    scheduler.add("B", 4)
+    run(scheduler)
+    step = plan(scheduler)
+    lengths, stats = step.lengths, step.stats
+    report(scheduler, step, rejected=[2, 1])
+    assert lengths.tolist() == [6, 7]
+    assert step.stats == stats
+
+
 def test_every_decode_gets_slots_for_its_drafts_and_gives_back_the_rejected() -> None:
     """Block 0 has the 3 tokens of "A", block 1 the 4 of "B". They take blocks 2 and 3.
 

@@ -140,11 +140,6 @@ class Both:
             names += request.names
         return names
 
-    def is_left_out(self, name: Hashable) -> bool:
-        """LEFT OUT: what it was to compute for others of its group, nobody computes."""
-        life = self.twin._life(name)
-        return life is not None and life.in_prompt and len(life.request.running) > 1
-
     # --- Comparison --------------------------------------------------------------------
 
     def compare_steps(self, step: Step, expected: ReferenceEngineStep) -> None:
@@ -207,8 +202,6 @@ class RandomSystem:
         blocks = chance.randint(3, 9) if is_tight else chance.randint(2, 24)
         in_flight = 0 if drafts else chance.choice([0, 0, 1, 2])
         window = chance.choice([None, None, 1, 2, 5])
-        if drafts or in_flight:
-            window = None  # LEFT OUT: one may be ended whose next token would fit
         self.settings: dict[str, Any] = {
             "num_blocks": blocks,
             "block_size": chance.randint(1, 3 if is_tight else 4),
@@ -262,14 +255,11 @@ class RandomSystem:
             tokens[chance.randrange(n_tokens)] = 1
         unknown = chance.choice([0, 0, 0, 0, 0, 1, 4])
         siblings = chance.choice([0, 0, 0, 0, 1, 2])
-        if both.twin.window:
-            siblings = 0  # LEFT OUT: until they decode, they keep blocks outside the window
         limit = chance.choice([None, 0, 1, 2, 5, *[self.most_tokens] * 5])
         both.add(tokens, limit, siblings, unknown)
 
     def end(self, name: Hashable) -> None:
-        if not self.both.is_left_out(name):
-            self.both.end(name, self.chance.choice(["abort", "finish"]))
+        self.both.end(name, self.chance.choice(["abort", "finish"]))
 
     def report(self) -> None:
         both, chance = self.both, self.chance
@@ -290,11 +280,6 @@ class RandomSystem:
         parents = {}
         for life in self.both.flights[0][1].decoded:
             others = [one for one in life.request.running if not one.in_prompt]
-            if (
-                len({self.both.model.lens[one.name] for one in others}) > 1
-                or self.both.twin.each > 1
-            ):
-                continue  # LEFT OUT: they may miss their limit
             if life in self.both.twin.lives and self.chance.random() < self.move_rate:
                 parents[life.name] = self.chance.choice(others).name
         return parents
@@ -452,8 +437,7 @@ class EngineStepMachine(RuleBasedStateMachine):
     def end(self, who: int, how: str) -> None:
         names = [*self.both.names(), "nobody"]
         name = names[who % len(names)]
-        if not self.both.is_left_out(name):
-            self.both.end(name, how)
+        self.both.end(name, how)
 
     @rule(choices=st.lists(number, min_size=4, max_size=4), times=st.integers(1, 6))
     def steps(self, choices: list[int], times: int) -> None:

@@ -652,3 +652,37 @@ def test_who_is_aborted_is_counted_wherever_it_was() -> None:
     assert (scheduler.running, list(scheduler.waiting)) == ([], [])
     assert scheduler.bm.num_available == 8
     assert (scheduler.counters.aborted, scheduler.counters.finished) == (3, 0)
+
+
+def test_a_beam_that_goes_on_from_one_at_its_limit_ends_with_it() -> None:
+    """Beams differ in length after drafts were rejected; then they change places."""
+    scheduler = scheduler_over(8, token_budget=8, draft_tokens=3)
+    scheduler.add("A", 1, max_tokens=8, siblings=["B"])
+    run(scheduler)
+    run(scheduler, rejected=[0, 3])
+    step = plan(scheduler)
+    assert step.lengths.tolist() == [8, 6]
+    assert report(scheduler, step, parents={"A": "B", "B": "A"}) == ["B"]
+    assert (scheduler.running, scheduler.bm.lens["A"]) == (["A"], 6)
+
+
+@pytest.mark.parametrize("parents", [{"H": "G"}, {"G": "H"}])
+def test_beams_in_their_prompt_are_not_moved(parents: dict[str, str]) -> None:
+    scheduler = scheduler_of_size(2, 12, token_budget=6, max_running=3)
+    scheduler.add("old", 1)
+    scheduler.add("G", 6, siblings=["H"])
+    while scheduler.running != ["old"] or not scheduler.waiting:
+        run(scheduler)
+    scheduler.abort("old")
+    step = plan(scheduler)
+    assert step.prefills == [("G", 0, 6)]
+    with pytest.raises(ValueError, match="no running beam"):
+        scheduler.update(step, parents=parents)
+
+
+def test_siblings_begin_without_what_lies_outside_the_window() -> None:
+    scheduler = scheduler_of_size(3, 3, token_budget=6, window=1)
+    scheduler.add("A", 6, siblings=["B"])
+    run(scheduler)
+    assert [table(scheduler, seq) for seq in "AB"] == [[-1, -1], [-1, -1]]
+    assert not run(scheduler).rejected

@@ -394,3 +394,30 @@ def test_both_managers_are_empty_at_the_end() -> None:
     assert counters.preemptions_swap > 0
     assert counters.swap_out_blocks == counters.swap_in_blocks
     assert counters.prefill_tokens == 4 * 3 + counters.recomputed_tokens
+
+
+@pytest.mark.parametrize(
+    ("host", "error", "said"),
+    [
+        ("x", TypeError, "host must be a BlockManager, got 'x'"),
+        (BlockManager(8, 2 * SIZE), ValueError, "host has blocks of 8 tokens"),
+    ],
+)
+def test_a_host_that_cannot_take_the_blocks_is_refused(
+    host: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        scheduler_over(4, host=host)
+
+
+def test_the_pool_itself_is_no_host() -> None:
+    bm = BlockManager(4, SIZE)
+    with pytest.raises(ValueError, match="over the very pool"):
+        Scheduler(bm, 0, token_budget=8, host=bm)
+
+
+def test_who_has_a_namesake_in_host_memory_is_computed_again() -> None:
+    scheduler, host = short_of_blocks()
+    host.allocate("A", 1)
+    assert run_steps(scheduler, 2).preempted == ["A"]
+    assert host.lens["A"] == 1
