@@ -261,6 +261,24 @@ def test_the_results_of_one_that_is_preempted_meanwhile_are_ignored() -> None:
     assert (counters.sampled_tokens, counters.ignored_results) == (3, 1)
 
 
+def test_the_results_of_before_a_preemption_are_ignored_though_it_runs_again() -> None:
+    """Blocks that were held outside let it return before the first results are there."""
+    scheduler = scheduler_over(5, in_flight=2)
+    outside = scheduler.bm.pool.take_many(3)
+    for seq in "AB":
+        scheduler.add(seq, 4)
+    first, second = plan(scheduler), plan(scheduler)
+    assert (second, second.preempted) == ([], ["B"])
+    scheduler.bm.pool.release_many(outside)
+    third = plan(scheduler)
+    assert (third, third.prefills) == (["A"], [("B", 0, 4)])
+    assert report(scheduler, first, finished=["B"]) == []
+    assert scheduler.running == ["A", "B"]
+    assert report(scheduler, third, finished=["B"]) == ["B"]
+    counters = scheduler.counters
+    assert (counters.sampled_tokens, counters.ignored_results) == (1 + 2, 1)
+
+
 def test_the_results_of_an_id_that_is_used_again_are_those_of_the_one_before() -> None:
     scheduler = scheduler_over(4, in_flight=1)
     scheduler.add("A", 3, max_tokens=1)
@@ -405,6 +423,28 @@ def test_what_an_aborted_one_held_comes_back_with_the_last_step_that_may_touch_i
         assert scheduler.bm.num_available == 1
         report(scheduler, step)
     assert scheduler.bm.num_available == 2
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_who_lacks_a_block_that_a_step_in_flight_holds_sits_out_until_it_is_reported(
+    in_flight: int,
+) -> None:
+    """The second step writes into the block of "B": it comes when that step is reported."""
+    scheduler = scheduler_over(2, in_flight=in_flight)
+    scheduler.add("A", 3)
+    scheduler.add("B", 1)
+    steps = [plan(scheduler), plan(scheduler)]
+    assert list(steps[1]) == ["A", "B"]
+    scheduler.abort("B")
+    for _ in range(in_flight - 1):
+        steps.append(plan(scheduler))
+        assert (steps[-1], steps[-1].stalled, steps[-1].preempted) == ([], ["A"], [])
+    report(scheduler, steps[0])
+    step = plan(scheduler)
+    assert (step, step.stalled) == ([], ["A"])
+    report(scheduler, steps[1])
+    assert scheduler.bm.num_available == 1
+    assert run(scheduler).slots.tolist() == [4]
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
