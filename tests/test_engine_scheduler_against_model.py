@@ -223,7 +223,7 @@ class RandomSystem:
         self.held: list[int] = []
         self.abort_rate = chance.choice([0, 0, 0.03, 0.15])
         self.finish_rate = chance.choice([0, 0, 0.1])
-        self.hold_rate = chance.choice([0, 0, 0.05])
+        self.hold_rate = chance.choice([0, 0, 0.05, 0.4])
         self.move_rate = chance.choice([0, 0.3])
         self.tells = chance.random() < 0.9
 
@@ -285,15 +285,18 @@ class RandomSystem:
         return parents
 
     def hold(self) -> None:
-        """Somebody outside holds blocks for a while."""
+        """Somebody outside holds blocks for a while, free ones and those of sequences."""
         both, chance = self.both, self.chance
         if self.held and chance.random() < 0.2:
-            block = self.held.pop()
+            block = self.held.pop(chance.randrange(len(self.held)))
             both.managers(lambda manager: manager.unpin(block))
-        used = [block for block, count in enumerate(both.model.ref) if count]
-        if used and chance.random() < self.hold_rate:
-            self.held.append(chance.choice(used))
-            both.managers(lambda manager: manager.pin(self.held[-1]))
+        if chance.random() < self.hold_rate:
+            used = [block for block, count in enumerate(both.model.ref) if count]
+            if used and chance.random() < 0.5:
+                self.held.append(chance.choice(used))
+                both.managers(lambda manager: manager.pin(self.held[-1]))
+            elif both.model.num_available:
+                self.held.append(both.managers(lambda manager: manager.pool.take())[1])
 
 
 def run(seed: int) -> None:
