@@ -83,6 +83,10 @@ cdef class BlockManager:
     cdef int64_t num_prefix_pins
     cdef dict retention_by_row
 
+    # To find a row that a call names twice: the number of the look at which each was seen.
+    cdef int64_t look
+    cdef int64_t *seen
+
     # References dropped while a step was in flight, oldest first, each with the newest
     # step issued when it was dropped.
     cdef int64_t steps_issued
@@ -96,6 +100,7 @@ cdef class BlockManager:
     cdef cnp.ndarray table_array, length_array, mirrored_array, spare_array
     cdef cnp.ndarray prefix_array  # these quantities, int32[NUM_OF_PREFIXES, rows]
     cdef cnp.ndarray count_array, fenced_array, fenced_until_array, pair_array
+    cdef cnp.ndarray seen_array
     cdef object __weakref__
 
     cdef inline int32_t find(self, seq) except -1
@@ -119,9 +124,9 @@ cdef class BlockManager:
         self, const int32_t *rows, const int32_t *counts, cnp.npy_intp count
     ) except -1
     cdef int check_rows(self, const int32_t *rows, cnp.npy_intp count, str name) except -1
-    cdef int check_distinct(
-        self, const int32_t *rows, cnp.npy_intp count, cnp.ndarray seen, str name
-    ) except -1
+    cdef int tell_apart(self) except -1
+    cdef inline int check_new(self, int32_t row, str name) except -1
+    cdef int named_twice(self, int32_t row, str name) except -1
     cdef int check_restore(
         self, int32_t length, Prompt prompt, const int32_t *columns, const int32_t *blocks,
         cnp.npy_intp count,

@@ -928,6 +928,7 @@ cdef class BlockManager:
         self.count_array = int64_zeros(NUM_COUNTERS)
         self.counts = int64_data(self.count_array)
         self.pair_array = NO_PAIRS
+        self.seen_array = int64_zeros(0)
         self.generation = -1
         self.merge_duplicates = merge_duplicates
         self.retention_by_row = {}
@@ -1455,8 +1456,7 @@ cdef class BlockManager:
         count = cnp.PyArray_SIZE(rows)
         if cnp.PyArray_SIZE(out) < count:
             raise ValueError(f"out has {cnp.PyArray_SIZE(out)} entries for {count} rows")
-        if <int64_t *>row < slots + count and slots < <int64_t *>(row + count):
-            raise ValueError("out must not overlap rows in memory")
+        check_apart(out, "out", rows, "rows")
         with cython.critical_section(self.pool):
             self.prepare_append_batch(row, count)
             while True:
@@ -1489,12 +1489,8 @@ cdef class BlockManager:
         cdef int64_t total = check_counts(rows, counts)
         if cnp.PyArray_SIZE(out) < total:
             raise ValueError(f"out has {cnp.PyArray_SIZE(out)} entries for {total} tokens")
-        for array, start, stop in (
-            ("rows", <int64_t>row, <int64_t>(row + count)),
-            ("counts", <int64_t>number_of, <int64_t>(number_of + count)),
-        ):
-            if start < <int64_t>(slots + total) and <int64_t>slots < stop:
-                raise ValueError(f"out must not overlap {array} in memory")
+        check_apart(out, "out", rows, "rows")
+        check_apart(out, "out", counts, "counts")
         with cython.critical_section(self.pool):
             self.prepare_append_counts(row, number_of, count)
             while served < count:
@@ -1545,16 +1541,23 @@ cdef class BlockManager:
                 )
         return 0
 
-    cdef int check_distinct(
-        self, const int32_t *rows, cnp.npy_intp count, cnp.ndarray seen, str name
-    ) except -1:
-        """Each of these rows stands here once, and was not noted in ``seen`` before."""
-        cdef cnp.npy_intp i
-        for i in range(count):
-            if int32_data(seen)[rows[i]]:
-                raise ValueError(f"{name}: row {rows[i]} is named twice")
-            int32_data(seen)[rows[i]] = 1
+    cdef int tell_apart(self) except -1:
+        """From now on no row is new that check_new has seen."""
+        if cnp.PyArray_SIZE(self.seen_array) < self.num_rows:
+            self.seen_array = int64_zeros(self.num_rows)
+            self.seen = int64_data(self.seen_array)
+        self.look += 1
         return 0
+
+    cdef inline int check_new(self, int32_t row, str name) except -1:
+        """A ValueError if the row has been here since tell_apart."""
+        if self.seen[row] == self.look:
+            return self.named_twice(row, name)
+        self.seen[row] = self.look
+        return 0
+
+    cdef int named_twice(self, int32_t row, str name) except -1:
+        raise ValueError(f"{name}: row {row} is named twice")
 
     def plan_append(
         self, cnp.ndarray rows not None, /, cnp.ndarray counts=None, cnp.ndarray without=None
@@ -1582,7 +1585,6 @@ cdef class BlockManager:
         cdef const int32_t *number_of = NULL
         cdef const int32_t *gone = NULL
         cdef int64_t needed, available, length, coming = 0, i
-        cdef cnp.ndarray seen
         check_array(rows, "rows", sizeof(int32_t), writable=False)
         if counts is not None:
             check_counts(rows, counts)
@@ -1594,9 +1596,11 @@ cdef class BlockManager:
         with cython.critical_section(self.pool):
             self.check_rows(row, count, "rows")
             self.check_rows(gone, num_without, "without")
-            seen = int32_zeros(self.num_rows)
-            self.check_distinct(row, count, seen, "rows")
-            self.check_distinct(gone, num_without, seen, "without")
+            self.tell_apart()
+            for i in range(count):
+                self.check_new(row[i], "rows")
+            for i in range(num_without):
+                self.check_new(gone[i], "without")
             for i in range(count):
                 length = self.slab.lengths[row[i]]
                 if length + (1 if number_of == NULL else number_of[i]) > MAX_TOKENS:
@@ -1751,8 +1755,9 @@ cdef class BlockManager:
             raise ValueError(f"lengths has {cnp.PyArray_SIZE(lengths)} entries for {count} rows")
         with cython.critical_section(self.pool):
             self.check_rows(row, count, "rows")
-            self.check_distinct(row, count, int32_zeros(self.num_rows), "rows")
+            self.tell_apart()
             for i in range(count):
+                self.check_new(row[i], "rows")
                 if not 0 <= length[i] <= self.slab.lengths[row[i]]:
                     raise ValueError(
                         f"lengths: entry {i} is {length[i]}, but its row has "
@@ -2401,16 +2406,18 @@ cdef class BlockManager:
 
         ``commit_batch`` for an engine that samples a token in one step and writes it in
         the next. A row whose pending token is -1 is passed over, and stays so: what is
-        written after a token that is not known cannot be published. O(len(rows)).
+        written after a token that is not known cannot be published. Without prefix caching
+        nothing is done. O(len(rows)).
 
         Parameters
         ----------
         rows : ndarray
             int32 ``(n,)``, contiguous; no row twice.
         pending : ndarray
-            int32, contiguous, writable, by row number: tokens from 0, or -1.
+            int32, contiguous, writable, by row number, not overlapping the others: tokens
+            from 0, or below 0 for one that is not known.
         sampled : ndarray, optional
-            int32 ``(n,)``: the new ones; by default -1, not known.
+            int32 ``(n,)``: the new ones, from 0; by default none is known, -1.
 
         Returns
         -------
@@ -2420,7 +2427,8 @@ cdef class BlockManager:
         Raises
         ------
         TypeError, ValueError
-            As ``commit_batch``, and nothing is pending instead of anything.
+            As ``commit_batch``, or a row named twice, whose one pending token cannot be
+            written twice. Nothing is pending instead of anything.
         """
         cdef const int32_t *row = int32_data(rows)
         cdef int32_t *last = int32_data(pending)
@@ -2428,10 +2436,12 @@ cdef class BlockManager:
         cdef cnp.npy_intp count = cnp.PyArray_SIZE(rows), i
         check_array(rows, "rows", sizeof(int32_t), writable=False)
         check_array(pending, "pending", sizeof(int32_t), writable=True)
+        check_apart(pending, "pending", rows, "rows")
         if sampled is not None:
             if not isinstance(sampled, np.ndarray):
                 raise TypeError(f"sampled must be an array of int32, got {sampled!r}")
             check_array(sampled, "sampled", sizeof(int32_t), writable=False)
+            check_apart(pending, "pending", sampled, "sampled")
             if cnp.PyArray_SIZE(sampled) != count:
                 raise ValueError(
                     f"sampled has {cnp.PyArray_SIZE(sampled)} entries for {count} rows"
@@ -2445,7 +2455,9 @@ cdef class BlockManager:
         cdef cnp.ndarray written = int32_zeros(count)
         with cython.critical_section(self.pool):
             self.check_rows(row, count, "rows")
+            self.tell_apart()
             for i in range(count):
+                self.check_new(row[i], "rows")
                 if row[i] >= cnp.PyArray_SIZE(pending):
                     raise ValueError(
                         f"pending has {cnp.PyArray_SIZE(pending)} entries, but there is a "
@@ -3220,6 +3232,17 @@ cdef int64_t check_counts(cnp.ndarray rows, cnp.ndarray counts) except -1:
             raise ValueError(f"counts: entry {i} must be at least 1, got {number_of[i]}")
         total += number_of[i]
     return total
+
+
+cdef int check_apart(
+    cnp.ndarray written, str name, cnp.ndarray read, str other_name
+) except -1:
+    """A ValueError if writing to one array would change the other."""
+    cdef char *start = <char *>cnp.PyArray_DATA(written)
+    cdef char *other = <char *>cnp.PyArray_DATA(read)
+    if start < other + cnp.PyArray_NBYTES(read) and other < start + cnp.PyArray_NBYTES(written):
+        raise ValueError(f"{name} must not overlap {other_name} in memory")
+    return 0
 
 
 cdef int check_array(

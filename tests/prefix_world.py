@@ -481,6 +481,31 @@ class PrefixWorld:
             self.happened("published", result[1])
             self.happened("published by a batch", result[1])
 
+    def commit_pending(self, chance: random.Random) -> None:
+        """As commit_batch, from an array by row; of some the token is not known."""
+        seqs = [seq for seq in self.model if chance.random() < 0.7]
+        if chance.random() < 0.05:
+            seqs += seqs[:1]
+        pending = np.full(self.core.block_tables.shape[0], -1, np.int32)
+        model_pending = {}
+        for seq in seqs:
+            told = self.texts[self.name(seq)].tokens[self.model.known(seq) :]
+            model_pending[self.model.row(seq)] = told[0] if told and chance.random() < 0.9 else -1
+            pending[self.core.row(seq)] = model_pending[self.model.row(seq)]
+        sampled = None
+        if chance.random() < 0.7:
+            sampled = [chance.randrange(self.setting.vocabulary) for _ in seqs]
+        result = self.both(
+            lambda model: model.commit_pending(model.rows(seqs), model_pending, sampled),
+            lambda core: core.commit_pending(
+                core.rows(seqs), pending, None if sampled is None else np.array(sampled, np.int32)
+            ),
+        )
+        for seq in seqs:
+            assert pending[self.core.row(seq)] == model_pending[self.model.row(seq)]
+        if result[0] == "returned":
+            self.happened("published that were pending", result[1])
+
     def decode(self, chance: random.Random) -> None:
         """A few steps of an engine: a token each, and what is written is published."""
         for _ in range(chance.randint(1, self.size + 1)):
@@ -704,6 +729,7 @@ class PrefixWorld:
         *["free_seq"] * 13,
         *["commit"] * 9,
         *["commit_batch"] * 2,
+        *["commit_pending"] * 2,
         *["commit_what_others_know_otherwise"] * 2,
         *["ask"] * 2,
         "ask_prompts",

@@ -1171,6 +1171,21 @@ class ReferenceBlockManager:
             raise
         return sum(self._publish(seq, len(self.knowledge[seq].tokens)) for seq in times)
 
+    def commit_pending(
+        self, rows: Sequence[int], pending: Any, sampled: Sequence[int] | None = None
+    ) -> int:
+        self._by_row(rows)
+        if len(set(rows)) != len(rows) or (sampled is not None and len(sampled) != len(rows)):
+            raise ValueError(f"{sampled} for {rows}")
+        if not self.prefix_caching:
+            return 0
+        places = [place for place, row in enumerate(rows) if pending[row] >= 0]
+        written = [rows[place] for place in places]
+        published = self.commit_batch(written, [pending[row] for row in written])
+        for place, row in zip(places, written, strict=True):
+            pending[row] = -1 if sampled is None else sampled[place]
+        return published
+
     def known(self, seq: Hashable) -> int:
         seq = self._live(seq)
         return len(self.knowledge[seq].tokens) if self.prefix_caching else 0

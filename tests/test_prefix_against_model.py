@@ -127,6 +127,7 @@ def test_long_lives(summary: list[str]) -> None:
         "pictures cut",
         "resumed",
         "published by a batch",
+        "published that were pending",
         "contradicted",
         "refused",
         "duplicates_merged",
