@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from engine_support import SIZE, plan, report, run, run_steps, scheduler_over, table
 
-from kvcore import BlockManager, Reason, Scheduler, Step, SwapCandidate
+from kvcore import BlockManager, Reason, Scheduler, Slots, Step, SwapCandidate
 
 
 def short_of_blocks(host_blocks: int = 8, **options: Any) -> tuple[Scheduler, BlockManager]:
@@ -251,7 +251,12 @@ def test_who_runs_alone_gets_what_those_in_host_memory_kept() -> None:
     step = run(scheduler)
     assert (step, step.preempted, table(scheduler, "old")[-1]) == (["old"], ["B"], 0)
     assert (scheduler.swapped, held(scheduler.bm, host)) == ([], [6, 0])
-    assert scheduler.counters.preemptions_swap == scheduler.counters.preemptions_recompute == 1
+    counters = scheduler.counters
+    assert counters.preemptions_swap == counters.preemptions_recompute == 1
+    assert list(scheduler.waiting) == [("B", 16)], "15 that it had, and one that it sampled"
+    scheduler.finish("old")
+    assert run(scheduler).prefills == [("B", 0, 16)]
+    assert counters.recomputed_tokens == 15
 
 
 # --- When they come back -------------------------------------------------------------------
@@ -311,6 +316,54 @@ def test_with_steps_in_flight_blocks_come_when_the_copies_are_done() -> None:
     assert (sixth, sixth.lengths.tolist()) == (["A"], [10])
     report(scheduler, sixth)
     assert held(scheduler.bm, host) == [3, 0]
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_it_goes_on_with_the_token_that_it_sampled_last(in_flight: int) -> None:
+    """10 is sampled in the first step, which with steps in flight is reported after it left."""
+    host = BlockManager(8, SIZE)
+    scheduler = scheduler_over(4, host=host, prefix_caching=True, in_flight=in_flight)
+    scheduler.add("old", tokens=[51, 52, 53, 54])
+    scheduler.add("A", tokens=range(1, 10))
+    first = plan(scheduler)
+    if not in_flight:
+        report(scheduler, first, [55, 10])
+    second = plan(scheduler)
+    assert second.swapped_out == ["A"]
+    if in_flight:
+        report(scheduler, first, [55, 10])
+    report(scheduler, second, [])
+    run(scheduler, [56])
+    scheduler.finish("old")
+    assert run(scheduler, []).swapped_in == ["A"]
+    assert scheduler.bm.tokens("A").tolist() == list(range(1, 10))
+    run(scheduler, [11])
+    run(scheduler, [12])
+    assert scheduler.bm.tokens("A").tolist() == list(range(1, 12))
+
+
+def test_what_comes_back_may_be_found_again_once_the_copies_are_done() -> None:
+    """Meanwhile its blocks were given to somebody else, and nothing of it was cached."""
+    scheduler = scheduler_over(4, host=BlockManager(8, SIZE), prefix_caching=True)
+    prompt = range(1, 10)
+    scheduler.add("old", 4)
+    scheduler.add("A", tokens=prompt)
+    assert run_steps(scheduler, 2).swapped_out == ["A"]
+    scheduler.bm.evict(3)
+    assert scheduler.bm.match(prompt) == 0
+    scheduler.finish("old")
+    step = plan(scheduler)
+    assert (step.swapped_in, scheduler.bm.match(prompt)) == (["A"], 0)
+    report(scheduler, step)
+    assert scheduler.bm.match(prompt) == 8
+
+
+def test_it_keeps_its_resources_there_and_gives_them_back_when_it_ends() -> None:
+    slots = Slots("state slots", 3)
+    scheduler, _ = with_a_in_host_memory(resources=[slots])
+    assert slots.available == 1
+    scheduler.abort("A")
+    assert slots.available == 2
 
 
 # --- The end, at every stage ---------------------------------------------------------------
