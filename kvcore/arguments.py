@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["at_least", "number_of", "whole_numbers"]
+__all__ = ["at_least", "number_of", "sequence_ids", "whole_numbers"]
 
 
 def at_least(value: Any, minimum: int, name: str) -> int:
@@ -32,6 +33,14 @@ def number_of(tokens: Any) -> int:
         return len(tokens)
     except TypeError:
         raise TypeError(f"tokens must be a sequence of token ids, got {tokens!r}") from None
+
+
+def sequence_ids(values: Any, name: str) -> dict[Hashable, None]:
+    """``values`` as a set in their order, or an error naming both."""
+    try:
+        return dict.fromkeys(values)
+    except TypeError:
+        raise TypeError(f"{name} must be a collection of ids, got {values!r}") from None
 
 
 def whole_numbers(values: Any, name: str) -> NDArray[np.integer[Any]]:

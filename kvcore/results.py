@@ -81,22 +81,38 @@ class Results:
             raise ValueError(f"tokens: token {place} must be from 0 to 2**31 - 1, got {ids[place]}")
         return np.ascontiguousarray(ids, np.int32)
 
-    def moves(self, parents: Mapping[Hashable, Hashable]) -> tuple[list[Hashable], list[Hashable]]:
+    def moves(
+        self, step: Step, parents: Mapping[Hashable, Hashable]
+    ) -> tuple[list[Hashable], list[Hashable]] | None:
         """Check the moves of a beam search: the beams, and those they go on from."""
-        if self.options.in_flight:
+        try:
+            moves = dict(parents)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"parents must map each beam to the one it goes on from, got {parents!r}"
+            ) from None
+        if moves and self.options.in_flight:
             raise ValueError("parents: beams cannot be moved while the next step is in flight")
-        by_seq, bm = self.roster.by_seq, self.bm
-        for seq, parent in parents.items():
-            request = by_seq.get(seq)
-            if (
-                request is None
-                or by_seq.get(parent) is not request
-                or not self.roster.prefilling.keys().isdisjoint((seq, parent))
-                or seq not in bm
-                or parent not in bm
+        for seq in [seq for seq in moves if seq in step.sampled and seq not in self.bm]:
+            del moves[seq]
+        for seq, parent in moves.items():
+            if not (
+                self._is_beam(seq)
+                and self._is_beam(parent)
+                and self.roster.by_seq[seq] is self.roster.by_seq[parent]
             ):
                 raise ValueError(f"parents: {parent!r} is no running beam beside {seq!r}")
-        return list(parents), list(parents.values())
+        return (list(moves), list(moves.values())) if moves else None
+
+    def _is_beam(self, seq: Hashable) -> bool:
+        """Whether a sequence decodes, with a table that it keeps."""
+        request = self.roster.by_seq.get(seq)
+        return (
+            request is not None
+            and request not in self.roster.going_out
+            and seq not in self.roster.idle
+            and seq in self.bm
+        )
 
     def move(self, beams: list[Hashable], parents: list[Hashable]) -> None:
         """Let beams go on from others. What was sampled follows the tokens of those."""

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 
 from kvcore.admission import Watermark
-from kvcore.arguments import at_least, number_of
+from kvcore.arguments import at_least, number_of, sequence_ids
 from kvcore.block_manager import BlockManager
 from kvcore.chunking import share_budget
 from kvcore.errors import RequestRefused
@@ -809,7 +809,8 @@ class Scheduler:
             Parallel to the step: how many of each sequence's drafts were rejected.
             Default none.
         parents : mapping, optional
-            Of a beam search, for each beam the one it goes on from.
+            Of a beam search, for each beam the one it goes on from. Both decode, or have
+            just completed their prompt; a beam that is gone is left out.
         swap_failed : collection
             Sequences of ``step.swapped_out`` or ``swapped_in`` whose copies failed.
 
@@ -839,12 +840,14 @@ class Scheduler:
         if step.counts is not None or rejected is not None:
             accepted = results.accepted(step, rejected)
         ids = None if tokens is None else results.token_ids(step, tokens, accepted)
-        moves = results.moves(parents) if parents else None
+        moves = None if parents is None else results.moves(step, parents)
+        ended_early = sequence_ids(finished, "finished")
+        failed = sequence_ids(swap_failed, "swap_failed")
 
         roster.outstanding.popleft()
         self._settle(step)
         if step.going_out or step.coming_in:
-            self._swapping.report(step, swap_failed)
+            self._swapping.report(step, failed)
         if self.bm.prefix_caching and "prefills" in step.__dict__:
             results.settle_prompts(step)
         results.settle_tokens(step, ids, accepted)
@@ -854,7 +857,7 @@ class Scheduler:
             roster.steps_to_limit = 1  # a beam may be longer now
         if self.options.window is not None:
             results.slide(step)
-        ended = self._ended(step, finished) if step.ending or finished else []
+        ended = self._ended(step, ended_early) if step.ending or ended_early else []
         for seq in ended:
             self.admission.ended(roster.by_seq[seq], results.generated(seq))
             self._end(seq)

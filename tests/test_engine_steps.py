@@ -373,6 +373,28 @@ def test_what_does_not_fit_the_step_is_refused_and_changes_nothing(
     assert scheduler.bm.match([1, 2, 3, 4, 6]) == 4
 
 
+@pytest.mark.parametrize(
+    ("results", "said"),
+    [
+        ({"finished": 5}, "finished must be a collection of ids, got 5"),
+        ({"finished": [["A"]]}, r"finished must be a collection of ids, got \[\['A'\]\]"),
+        ({"swap_failed": 5}, "swap_failed must be a collection of ids, got 5"),
+        ({"parents": 5}, "parents must map each beam to the one it goes on from, got 5"),
+        ({"parents": "A"}, "parents must map each beam to the one it goes on from, got 'A'"),
+    ],
+)
+def test_what_is_no_collection_is_refused_before_anything_is_settled(
+    results: dict[str, Any], said: str
+) -> None:
+    scheduler = scheduler_over(8)
+    scheduler.add("A", 4)
+    step = plan(scheduler)
+    with pytest.raises(TypeError, match=said):
+        scheduler.update(step, **results)
+    assert not step.is_updated
+    assert report(scheduler, step, finished=["A"]) == ["A"]
+
+
 def test_a_step_in_which_nothing_runs_needs_no_report() -> None:
     scheduler = scheduler_over(4)
     for number in (1, 2):

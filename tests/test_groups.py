@@ -234,6 +234,43 @@ def test_a_beam_that_goes_on_from_one_of_unknown_tokens_publishes_nothing_more()
         assert scheduler.bm.tokens(seq).tolist() == [1, 2, 3, 4, 10]
 
 
+def test_beams_that_are_still_computed_again_do_not_move() -> None:
+    scheduler = preempted(steps=5, token_budget=8)
+    scheduler.finish("old")
+    run(scheduler)
+    step = plan(scheduler)
+    assert step.prefills == [("G", 8, 5), ("S", 8, 3)]
+    with pytest.raises(ValueError, match="'S' is no running beam beside 'G'"):
+        scheduler.update(step, parents={"G": "S"})
+    assert not step.is_updated
+
+
+def test_beams_on_their_way_to_host_memory_do_not_move() -> None:
+    scheduler = scheduler_over(7, host=BlockManager(8, SIZE))
+    scheduler.add("old", 3)
+    scheduler.add("G", 9, siblings=["S"])
+    run_steps(scheduler, 4)
+    step = plan(scheduler)
+    assert step.swapped_out == ["G", "S"]
+    with pytest.raises(ValueError, match="'G' is no running beam beside 'S'"):
+        scheduler.update(step, parents={"S": "G"})
+    assert not step.is_updated
+    report(scheduler, step)
+    assert scheduler.swapped == ["G", "S"]
+
+
+def test_a_beam_that_is_gone_goes_on_from_nobody() -> None:
+    scheduler = scheduler_over(8)
+    scheduler.add("G", 5, siblings=["S", "T"])
+    run(scheduler)
+    step = plan(scheduler)
+    scheduler.abort("S")
+    with pytest.raises(ValueError, match="'S' is no running beam beside 'T'"):
+        scheduler.update(step, parents={"T": "S"})
+    report(scheduler, step, parents={"S": "G", "T": "G"})
+    assert table(scheduler, "T") == table(scheduler, "G")
+
+
 @pytest.mark.parametrize(
     ("parents", "said"),
     [
