@@ -197,15 +197,17 @@ def check_every_layout(copy: Copy, kind: str, block_size: int) -> None:
 
 def check_between_two_pools(copy: Copy, kind: str, *, block_size: int = 4) -> None:
     """There and back between pools of other sizes, paddings and alignments."""
-    near = Pool(kind, block_size=block_size, shift=4, pad=8, seed=1)
-    far = Pool(kind, block_size=block_size, num_blocks=11, shift=2, pad=6, seed=2)
-    near2 = Pool(kind, block_size=block_size, shift=4, pad=8, seed=1)
-    far2 = Pool(kind, block_size=block_size, num_blocks=11, shift=2, pad=6, seed=2)
-    # One number on both sides is not a hazard here: they are different blocks.
-    out, back = np.array([[3, 10], [2, 3]], np.int32), np.array([[10, 3], [0, 6]], np.int32)
-    copy(near.planes(), far.planes(), out, None)
-    copy_obviously(near2, far2, out.tolist(), None)
-    copy(far.planes(), near.planes(), back, np.array([1, block_size], np.int32))
-    copy_obviously(far2, near2, back.tolist(), [1, block_size])
-    np.testing.assert_array_equal(near.arena, near2.arena)
-    np.testing.assert_array_equal(far.arena, far2.arena)
+    for near_pad, far_pad in ((8, 6), (0, 16), (16, 0)):
+        near, near2 = (Pool(kind, block_size=block_size, pad=near_pad, seed=1) for _ in range(2))
+        far, far2 = (
+            Pool(kind, block_size=block_size, num_blocks=11, shift=2, pad=far_pad, seed=2)
+            for _ in range(2)
+        )
+        # One number on both sides is not a hazard here: they are different blocks.
+        out, back = np.array([[3, 10], [2, 3]], np.int32), np.array([[10, 3], [0, 6]], np.int32)
+        copy(near.planes(), far.planes(), out, None)
+        copy_obviously(near2, far2, out.tolist(), None)
+        copy(far.planes(), near.planes(), back, np.array([1, block_size], np.int32))
+        copy_obviously(far2, near2, back.tolist(), [1, block_size])
+        np.testing.assert_array_equal(near.arena, near2.arena)
+        np.testing.assert_array_equal(far.arena, far2.arena)

@@ -109,7 +109,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sdist_holds_the_sources_and_nothing_generated(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert source_files(".py", ".pyx", ".pxd", ".pyi", ".typed") <= names
+    assert source_files(".py", ".pyx", ".pxd", ".pyi", ".cu", ".typed") <= names
     assert {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py"} <= names
     assert "tests/test_packaging.py" in names
     generated = {
@@ -131,9 +131,9 @@ def test_wheel_holds_exactly_the_package(wheel: Path) -> None:
     metadata = {
         name for name in names if name.startswith(f"kvcore-{kvcore.__version__}.dist-info/")
     }
-    assert names - metadata == source_files(".py", ".pxd", ".pyi", ".typed") | compiled
+    assert names - metadata == source_files(".py", ".pxd", ".pyi", ".cu", ".typed") | compiled
     assert {f"kvcore/{name}{end}" for name in COMPILED for end in (".pxd", ".pyi")} <= names
-    assert {"kvcore/py.typed", "kvcore/__init__.pxd"} <= names
+    assert {"kvcore/py.typed", "kvcore/__init__.pxd", "kvcore/copy_blocks.cu"} <= names
 
 
 @needs_source_tree
@@ -156,7 +156,14 @@ def test_wheel_says_what_the_package_needs(wheel: Path) -> None:
 def test_wheel_works_where_there_is_no_source(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
-    code = "import kvcore; m = kvcore.BlockManager(4, 2); m.allocate('a', 3); print(m.tables['a'])"
+    code = """
+import kvcore
+from kvcore.copy_kernel import kernel_source
+
+manager = kvcore.BlockManager(4, 2)
+manager.allocate("a", 3)
+print(manager.tables["a"], "copy_blocks" in kernel_source())
+"""
     process = subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
         cwd=tmp_path,
@@ -166,7 +173,7 @@ def test_wheel_works_where_there_is_no_source(wheel: Path, tmp_path: Path) -> No
         check=False,
     )
     assert process.returncode == 0, process.stderr
-    assert "[0, 1]" in process.stdout
+    assert "[0, 1]) True" in process.stdout
 
 
 @needs_source_tree
