@@ -40,10 +40,6 @@ FLAGS = (
     "-g",
     "-fPIC",
     "-shared",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-Wno-unknown-pragmas",
     # CUDA has no type-based aliasing of memory that is copied in words.
     "-fno-strict-aliasing",
     "-fsanitize=undefined",
