@@ -100,7 +100,7 @@ def test_it_waits_for_the_copy_before_the_last_and_for_no_later_one(fake: FakeCu
     array = np.zeros((10, 1, 1, 16), np.uint8)
     copier = CupyCopier(pool_of(array))
     stream = fake.cuda.Stream()
-    one_copy = 2  # an upload and a launch
+    one_copy = 3  # an upload, a launch and the event after them
     for number in range(1, 6):
         copier.copy(np.array([[0, number]], np.int32), stream=stream)
         assert stream.done == max(0, number - 2) * one_copy
@@ -143,12 +143,12 @@ def test_work_goes_to_the_stream_that_was_asked_for(fake: FakeCupy) -> None:
     pairs = np.array([[0, 1]], np.int32)
     before = len(fake.current[-1].work)
     copier.copy(pairs, stream=0x77)
-    assert len(fake.stream(0x77).work) == 2
+    assert len(fake.stream(0x77).work) == 3
     assert len(fake.current[-1].work) == before
     copier.copy(pairs)
-    assert len(fake.current[-1].work) == before + 2
+    assert len(fake.current[-1].work) == before + 3
     copier.copy(pairs[:0])
-    assert len(fake.current[-1].work) == before + 2
+    assert len(fake.current[-1].work) == before + 3
 
 
 def test_thread_blocks_are_as_many_as_there_is_work_and_no_more_than_allowed(
