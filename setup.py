@@ -103,7 +103,14 @@ setup(
             include_dirs=[np.get_include()],
             define_macros=macros,
         )
-        for name in ("pool", "eviction", "prefix_index", "block_manager", "peak")
+        for name in (
+            "pool",
+            "eviction",
+            "prefix_index",
+            "block_manager",
+            "peak",
+            "kernel_metadata",
+        )
     ],
     # One directory a kind of build: objects of one must never end up in another's wheel.
     options={"build": {"build_base": f"build/{BUILD}"}},

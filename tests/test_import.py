@@ -15,6 +15,7 @@ import pytest
 import kvcore
 import kvcore.block_manager
 import kvcore.eviction
+import kvcore.kernel_metadata
 import kvcore.pool
 import kvcore.prefix_index
 
@@ -23,7 +24,7 @@ PACKAGE = Path(kvcore.__file__).parent
 # Each module may use those before it, never those after it.
 ORDER = [
     "errors", "counters", "gauges", "identity", "prefix_log", "pool", "eviction", "prefix_index",
-    "prefix_pin", "block_manager", "scheduler", "replay", "cli",
+    "prefix_pin", "block_manager", "kernel_metadata", "scheduler", "replay", "cli",
 ]  # fmt: skip
 
 
@@ -41,7 +42,13 @@ def in_a_fresh_interpreter(code: str, *arguments: str) -> Any:
 
 
 def test_the_hot_paths_are_the_compiled_ones() -> None:
-    compiled = (kvcore.pool, kvcore.eviction, kvcore.prefix_index, kvcore.block_manager)
+    compiled = (
+        kvcore.pool,
+        kvcore.eviction,
+        kvcore.prefix_index,
+        kvcore.block_manager,
+        kvcore.kernel_metadata,
+    )
     for module in compiled:
         assert module.__file__ is not None
         assert module.__file__.endswith(tuple(importlib.machinery.EXTENSION_SUFFIXES))
@@ -65,7 +72,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     }
     assert foreign == set()
     assert {"kvcore.pool", "kvcore.block_manager", "kvcore.scheduler"} <= loaded
-    unasked = {"kvcore.replay", "kvcore.cli", "kvcore.content_ids"}
+    unasked = {"kvcore.replay", "kvcore.cli", "kvcore.content_ids", "kvcore.kernel_metadata"}
     assert loaded.isdisjoint(unasked | {"argparse", "csv", "dataclasses", "json"})
 
 

@@ -18,6 +18,7 @@ COMPILED = (
     "kvcore.prefix_index",
     "kvcore.block_manager",
     "kvcore.peak",
+    "kvcore.kernel_metadata",
 )
 
 
