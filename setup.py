@@ -110,6 +110,7 @@ setup(
             "block_manager",
             "peak",
             "kernel_metadata",
+            "kernel_layouts",
         )
     ],
     # One directory a kind of build: objects of one must never end up in another's wheel.

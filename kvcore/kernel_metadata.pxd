@@ -38,11 +38,34 @@ cdef int open_pages(
     BlockManager manager, expand, scale, pad, cnp.ndarray out, pages_t *pages
 ) except -1
 
+# ValueError: a row has more pages than ``width``.
+cdef int check_width(
+    const batch_t *batch, const pages_t *pages, int64_t width, str name
+) except -1
+
+# ValueError unless each row has its tokens ``start:start + count`` and their blocks. Needs: int32
+# arrays with an entry for each row. How many tokens that is in all.
+cdef int64_t check_spans(const batch_t *batch, cnp.ndarray starts, cnp.ndarray counts) except -1
+
+# ValueError: a slot of the pool may not fit into int32.
+cdef int check_narrow_slots(BlockManager manager, str name) except -1
+
 
 cdef inline int32_t tokens_in(const batch_t *batch, cnp.npy_intp entry) noexcept nogil:
     if batch.lengths != NULL:
         return batch.lengths[entry]
     return batch.slab.lengths[batch.rows[entry]]
+
+
+cdef inline int32_t tokens_held(const batch_t *batch, cnp.npy_intp entry) noexcept nogil:
+    """The tokens of a row whose blocks no window has given back; those that it has were full."""
+    cdef int32_t n_tokens = tokens_in(batch, entry)
+    cdef const int32_t *cells = table_of(&batch.slab, batch.rows[entry])
+    cdef int32_t column, holes = 0
+    if batch.has_holes:
+        for column in range(blocks_for(&batch.slab, n_tokens)):
+            holes += cells[column] < 0
+    return n_tokens - holes * batch.slab.block_size
 
 
 cdef inline int64_t pages_for(const pages_t *pages, int32_t n_tokens) noexcept nogil:
@@ -79,6 +102,27 @@ cdef inline void fill(cell_t *out, int64_t start, int64_t stop, cell_t value) no
     cdef int64_t i
     for i in range(start, stop):
         out[i] = value
+
+
+cdef inline int64_t write_tables(
+    const batch_t *batch, const pages_t *pages, cell_t *out, int64_t height, int64_t width,
+    int64_t stride,
+) noexcept nogil:
+    """A table in each of ``height`` rows that are ``stride`` cells apart; how long they are.
+
+    Needs: count <= height, and no row has more pages than ``width``.
+    """
+    cdef int64_t written = 0, count = 0
+    cdef cnp.npy_intp i
+    for i in range(height):
+        count = 0
+        if i < batch.count:
+            count = blocks_for(&batch.slab, tokens_in(batch, i)) * pages.expand
+            write_pages(table_of(&batch.slab, batch.rows[i]), count, batch.has_holes, pages, out)
+        fill(out, count, width, <cell_t>pages.pad)
+        written += count
+        out += stride
+    return written
 
 
 cdef inline int32_t next_run(

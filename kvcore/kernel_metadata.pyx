@@ -126,24 +126,29 @@ cdef int64_t check_spans(const batch_t *batch, cnp.ndarray starts, cnp.ndarray c
     return total
 
 
+cdef int check_narrow_slots(BlockManager manager, str name) except -1:
+    cdef int64_t slots = <int64_t>manager.blocks.num_blocks * manager.slab.block_size
+    if slots - 1 > LARGEST_INT32:
+        raise ValueError(f"{name} must be int64: the pool has {slots} slots")
+    return 0
+
+
 # ---------------------------------------------------------------- block tables
 
 
-cdef int64_t write_tables(
-    const batch_t *batch, const pages_t *pages, cell_t *out, cnp.npy_intp height, int64_t width
-) noexcept nogil:
-    """Needs: count <= height, and no row has more blocks than ``width`` has room for."""
-    cdef int64_t written = 0, count
+cdef int check_width(
+    const batch_t *batch, const pages_t *pages, int64_t width, str name
+) except -1:
+    """No row has more pages than ``width``."""
+    cdef int64_t needed
     cdef cnp.npy_intp i
     for i in range(batch.count):
-        count = blocks_for(&batch.slab, tokens_in(batch, i)) * pages.expand
-        write_pages(
-            table_of(&batch.slab, batch.rows[i]), count, batch.has_holes, pages, out + i * width
-        )
-        fill(out + i * width, count, width, <cell_t>pages.pad)
-        written += count
-    fill(out, batch.count * width, height * width, <cell_t>pages.pad)
-    return written
+        needed = blocks_for(&batch.slab, tokens_in(batch, i)) * pages.expand
+        if needed > width:
+            raise ValueError(
+                f"{name} has {width} columns, but row {batch.rows[i]} has {needed} pages"
+            )
+    return 0
 
 
 def block_table(
@@ -153,7 +158,8 @@ def block_table(
     """The block tables of a batch: ``out[i, j]`` is the block of page j of ``rows[i]``. O(out).
 
     Read by vLLM (``block_table``), FlashAttention 2, 3 and 4, ``torch`` ``varlen_attn``,
-    trtllm-gen, XQA, cuDNN, FlashMLA, xformers, LMDeploy, TGI, mistral.rs, transformers.
+    trtllm-gen, XQA, cuDNN, FlashMLA, xformers, LMDeploy, TGI, mistral.rs, transformers; with
+    blocks of 1 by SGLang, whose rows hold a slot a token.
 
     Parameters
     ----------
@@ -187,26 +193,18 @@ def block_table(
     """
     cdef batch_t batch
     cdef pages_t pages
-    cdef int64_t width, needed
-    cdef cnp.npy_intp i
+    cdef int64_t height, width
     check_output(out, "out", 2, wide=True)
+    height, width = cnp.PyArray_DIM(out, 0), cnp.PyArray_DIM(out, 1)
     open_pages(manager, expand, scale, pad, out, &pages)
     check_apart((out, rows, lengths), ("out", "rows", "lengths"), 1)
     with cython.critical_section(manager.pool):
         open_batch(manager, rows, lengths, &batch)
         check_room(out, "out", batch.count, "rows")
-        width = cnp.PyArray_DIM(out, 1)
-        for i in range(batch.count):
-            needed = blocks_for(&batch.slab, tokens_in(&batch, i)) * pages.expand
-            if needed > width:
-                raise ValueError(
-                    f"out has {width} columns, but row {batch.rows[i]} has {needed} pages"
-                )
+        check_width(&batch, &pages, width, "out")
         if is_wide(out):
-            return write_tables(
-                &batch, &pages, int64_data(out), cnp.PyArray_DIM(out, 0), width
-            )
-        return write_tables(&batch, &pages, int32_data(out), cnp.PyArray_DIM(out, 0), width)
+            return write_tables(&batch, &pages, int64_data(out), height, width, width)
+        return write_tables(&batch, &pages, int32_data(out), height, width, width)
 
 
 def table_width(
@@ -242,17 +240,6 @@ def table_width(
 
 
 # ---------------------------------------------------------------- compressed rows
-
-
-cdef inline int32_t tokens_held(const batch_t *batch, cnp.npy_intp entry) noexcept nogil:
-    """The tokens of a row whose blocks no window has given back; those that it has were full."""
-    cdef int32_t n_tokens = tokens_in(batch, entry)
-    cdef const int32_t *cells = table_of(&batch.slab, batch.rows[entry])
-    cdef int32_t column, holes = 0
-    if batch.has_holes:
-        for column in range(blocks_for(&batch.slab, n_tokens)):
-            holes += cells[column] < 0
-    return n_tokens - holes * batch.slab.block_size
 
 
 cdef inline void write_held(
@@ -403,8 +390,8 @@ def slot_mapping(
 ):
     """The slots of the tokens of a step, one row after the other. O(tokens).
 
-    Read by vLLM (``slot_mapping``), TGI (``slots``), transformers (``write_index``),
-    mistral.rs, and with blocks of 1 by SGLang: where the keys and values of this step go.
+    Read by vLLM (``slot_mapping``), TGI (``slots``), transformers (``write_index``) and
+    mistral.rs: where the keys and values of this step go.
     ``append_batch`` writes the same for tokens that it appends; this is for those that have
     their blocks already, such as a part of a prompt.
 
@@ -449,13 +436,6 @@ def slot_mapping(
         write_slots(&batch, int32_data(starts), int32_data(counts), int32_data(out))
         fill(int32_data(out), total, cnp.PyArray_SIZE(out), <int32_t>-1)
         return total
-
-
-cdef int check_narrow_slots(BlockManager manager, str name) except -1:
-    cdef int64_t slots = <int64_t>manager.blocks.num_blocks * manager.slab.block_size
-    if slots - 1 > LARGEST_INT32:
-        raise ValueError(f"{name} must be int64: the pool has {slots} slots")
-    return 0
 
 
 def query_start_loc(cnp.ndarray counts not None, cnp.ndarray out not None, /):

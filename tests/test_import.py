@@ -15,6 +15,7 @@ import pytest
 import kvcore
 import kvcore.block_manager
 import kvcore.eviction
+import kvcore.kernel_layouts
 import kvcore.kernel_metadata
 import kvcore.pool
 import kvcore.prefix_index
@@ -24,7 +25,8 @@ PACKAGE = Path(kvcore.__file__).parent
 # Each module may use those before it, never those after it.
 ORDER = [
     "errors", "counters", "gauges", "identity", "prefix_log", "pool", "eviction", "prefix_index",
-    "prefix_pin", "block_manager", "kernel_metadata", "scheduler", "replay", "cli",
+    "prefix_pin", "block_manager", "kernel_metadata", "kernel_layouts", "scheduler",
+    "replay", "cli",
 ]  # fmt: skip
 
 
@@ -48,6 +50,7 @@ def test_the_hot_paths_are_the_compiled_ones() -> None:
         kvcore.prefix_index,
         kvcore.block_manager,
         kvcore.kernel_metadata,
+        kvcore.kernel_layouts,
     )
     for module in compiled:
         assert module.__file__ is not None
@@ -72,7 +75,8 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     }
     assert foreign == set()
     assert {"kvcore.pool", "kvcore.block_manager", "kvcore.scheduler"} <= loaded
-    unasked = {"kvcore.replay", "kvcore.cli", "kvcore.content_ids", "kvcore.kernel_metadata"}
+    unasked = {"kvcore.replay", "kvcore.cli", "kvcore.content_ids"}
+    unasked |= {"kvcore.kernel_metadata", "kvcore.kernel_layouts"}
     assert loaded.isdisjoint(unasked | {"argparse", "csv", "dataclasses", "json"})
 
 

@@ -10,6 +10,7 @@ import pytest
 from kernel_support import UNTOUCHED, Output, int32
 
 from kvcore import BlockManager
+from kvcore.kernel_layouts import flex_tables, ragged, slices, trtllm_offsets, window_info
 from kvcore.kernel_metadata import (
     block_table,
     csr,
@@ -47,6 +48,28 @@ def good_arguments(call: Callable[..., int]) -> dict[str, Any]:
             "counts": int32(2, 0, 3),
             "out": Output(5, dtype=np.int64).array,
         },
+        slices: lambda: {
+            "rows": rows,
+            "starts": int32(8, 0, 2),
+            "counts": int32(2, 0, 3),
+            "out": Output(3, 3).array,
+        },
+        trtllm_offsets: lambda: {"rows": rows, "out": Output(3, 2, 3).array, "layers": 2},
+        ragged: lambda: {
+            "rows": int32(0, 0, 0),
+            "counts": int32(1, 1, 3),
+            "kv_lens": Output(3).array,
+            "page_indices": Output(3, 3).array,
+            "cu_q_lens": Output(4).array,
+            "num_seqs": Output(1).array,
+            "distribution": Output(3).array,
+        },
+        flex_tables: lambda: {
+            "rows": rows,
+            "page_table": Output(3, 3, dtype=np.int64).array,
+            "physical_to_logical": Output(3, 100, dtype=np.int64).array,
+        },
+        window_info: lambda: {"rows": rows, "out": Output(3, 3).array, "window": 4, "sinks": 1},
         query_start_loc: lambda: {"counts": int32(2, 0, 3), "out": Output(4).array},
         sequence_lengths: lambda: {
             "rows": rows,
@@ -56,7 +79,10 @@ def good_arguments(call: Callable[..., int]) -> dict[str, Any]:
     }[call]()
 
 
-KEYWORDS = {"last_page_len", "kv_len", "lengths", "pad", "scale", "expand"}
+KEYWORDS = {
+    "last_page_len", "kv_len", "lengths", "pad", "scale", "expand", "layers", "secondary",
+    "num_seqs", "distribution", "chunk_prefill_size",
+}  # fmt: skip
 
 
 def invoke(call: Callable[..., int], arguments: dict[str, Any]) -> int:
@@ -67,13 +93,14 @@ def invoke(call: Callable[..., int], arguments: dict[str, Any]) -> int:
     return call(*positional, **{k: v for k, v in arguments.items() if k in keywords})
 
 
-def read_only() -> np.ndarray:
-    array = np.full(20, UNTOUCHED, np.int32)
+def read_only(array: np.ndarray) -> np.ndarray:
+    array = array.copy()
     array.flags.writeable = False
     return array
 
 
-CALLS = [block_table, csr, slot_mapping, query_start_loc, sequence_lengths]
+WITH_LENGTHS = [block_table, csr, trtllm_offsets, ragged, flex_tables, window_info]
+CALLS = [*WITH_LENGTHS, slot_mapping, slices, query_start_loc, sequence_lengths]
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -85,7 +112,7 @@ OUTPUTS = [
     (call, name)
     for call in CALLS
     for name, value in good_arguments(call).items()
-    if (value == UNTOUCHED).all()
+    if np.all(value == UNTOUCHED)
 ]
 
 
@@ -103,11 +130,11 @@ def test_an_output_that_cannot_take_it_is_named_and_nothing_is_written(
         ([UNTOUCHED], TypeError),
         (None, TypeError),
         (np.full((*shape, 1), UNTOUCHED, good.dtype), ValueError),
-        (np.full(2 * shape[-1], UNTOUCHED, good.dtype)[::2], ValueError),
+        (np.full(2 * shape[-1] + 4, UNTOUCHED, good.dtype)[::2], ValueError),
         (np.full(shape, UNTOUCHED, good.dtype.newbyteorder()), ValueError),
         (np.full((shape[0] - 1, *shape[1:]), UNTOUCHED, good.dtype), ValueError),
         (np.full((*shape[:-1], shape[-1] - 1), UNTOUCHED, good.dtype), ValueError),
-        (read_only()[: good.size].reshape(shape), ValueError),
+        (read_only(good), ValueError),
     ):
         if bad is None and name in KEYWORDS:
             continue
@@ -120,8 +147,11 @@ def test_an_output_that_cannot_take_it_is_named_and_nothing_is_written(
 
 
 INPUTS = [
-    (call, name) for call in CALLS for name in good_arguments(call) if (call, name) not in OUTPUTS
-] + [(block_table, "lengths"), (csr, "lengths")]
+    (call, name)
+    for call in CALLS
+    for name, value in good_arguments(call).items()
+    if (call, name) not in OUTPUTS and np.ndim(value)
+] + [(call, "lengths") for call in WITH_LENGTHS]
 
 
 @pytest.mark.parametrize(("call", "name"), INPUTS)
@@ -156,12 +186,12 @@ def test_an_input_that_is_no_such_array_is_named(call: Callable[..., int], name:
     ]
     + [
         (call, {"lengths": int32(10, 0, bad)}, f"lengths: entry 2 is {bad}")
-        for call in (block_table, csr)
+        for call in WITH_LENGTHS
         for bad in (11, -1, 2**31 - 1)
     ]
     + [
         (call, {"rows": int32(0, 1, 2), "lengths": int32(10, 0, 3)}, "lengths: entry 2 is 3")
-        for call in (block_table, csr)
+        for call in WITH_LENGTHS
     ]
     + [
         (block_table, {"expand": 3}, "expand is 3"),
@@ -178,16 +208,37 @@ def test_an_input_that_is_no_such_array_is_named(call: Callable[..., int], name:
         ),
         (block_table, {"pad": 2**31}, "pad .* got 2147483648"),
         (block_table, {"pad": -(2**31) - 1}, "pad .* got -2147483649"),
-        (slot_mapping, {"starts": int32(-1, 0, 2)}, "starts: entry 0 is -1"),
-        (slot_mapping, {"counts": int32(2, 0, -1)}, "counts: entry 2 is -1"),
-        (slot_mapping, {"starts": int32(9, 0, 2)}, "entry 0 is 9, 2, but its row has 10 tokens"),
-        (slot_mapping, {"counts": int32(2, 1, 2)}, "entry 1 is 0, 1, but its row has 0 tokens"),
-        (slot_mapping, {"counts": int32(2, 0, 2**31 - 1)}, "counts: entry 2"),
-        (
-            slot_mapping,
-            {"rows": int32(2, 1, 0), "starts": int32(3, 0, 2)},
-            "starts: entry 0 is 3, .* block of token 3",
-        ),
+    ]
+    + [
+        (call, changed, named)
+        for call in (slot_mapping, slices)
+        for changed, named in (
+            ({"starts": int32(-1, 0, 2)}, "starts: entry 0 is -1"),
+            ({"counts": int32(2, 0, -1)}, "counts: entry 2 is -1"),
+            ({"starts": int32(9, 0, 2)}, "entry 0 is 9, 2, but its row has 10 tokens"),
+            ({"counts": int32(2, 1, 2)}, "entry 1 is 0, 1, but its row has 0 tokens"),
+            ({"counts": int32(2, 0, 2**31 - 1)}, "counts: entry 2"),
+            (
+                {"rows": int32(2, 1, 0), "starts": int32(3, 0, 2)},
+                "starts: entry 0 is 3, .* block of token 3",
+            ),
+        )
+    ]
+    + [
+        (slices, {"out": np.full((2, 3), UNTOUCHED, np.int32)}, "out must have 3 rows, got 2"),
+        (slices, {"out": np.full((3, 2), UNTOUCHED, np.int32)}, "2 entries along axis 1 for 3"),
+        (trtllm_offsets, {"layers": 0}, "layers .* got 0"),
+        (trtllm_offsets, {"layers": 2**31 // 200 + 1}, f"layers is {2**31 // 200 + 1}"),
+        (trtllm_offsets, {"out": np.full((3, 1, 3), UNTOUCHED, np.int32)}, "axis 1, got 1"),
+        (trtllm_offsets, {"out": np.full((3, 2, 2), UNTOUCHED, np.int32)}, "2 columns, .* 3 pages"),
+        (ragged, {"counts": int32(1, 0, 3)}, "counts: entry 1 is 0"),
+        (ragged, {"counts": int32(1, 1, 11)}, "counts: entry 2 is 11"),
+        (ragged, {"counts": int32(1, 2, 1)}, "rows: entry 2 has 1 tokens"),
+        (ragged, {"chunk_prefill_size": 1}, "chunk_prefill_size .* got 1"),
+        (ragged, {"page_indices": np.full(8, UNTOUCHED, np.int32)}, "page_indices of shape"),
+        (window_info, {"window": 0}, "window .* got 0"),
+        (window_info, {"sinks": -1}, "sinks .* got -1"),
+        (window_info, {"out": np.full((2, 3), UNTOUCHED, np.int32)}, "out must have 3 rows, got 2"),
         (query_start_loc, {"counts": int32(2, -1, 3)}, "counts: entry 1 is -1"),
         (query_start_loc, {"counts": int32(2**31 - 1, 1, 3)}, "counts: 2147483651 tokens"),
         (sequence_lengths, {"counts": int32(2, 1, 3)}, "counts: entry 1 is 1"),
@@ -211,13 +262,13 @@ def test_outputs_overlap_nothing(call: Callable[..., int]) -> None:
         if of is not call:
             continue
         for other, value in good_arguments(call).items():
-            if other == name:
+            if other == name or not np.ndim(value):
                 continue
             arguments = good_arguments(call)
             out = arguments[name]
             memory = np.empty(out.nbytes + value.nbytes, np.int8)
             # One element in common: the last of one is in the first of the other.
-            start = out.nbytes - 4
+            start = out.nbytes - max(out.itemsize, value.itemsize)
             arguments[name] = memory[: out.nbytes].view(out.dtype).reshape(out.shape)
             arguments[other] = (
                 memory[start : start + value.nbytes].view(value.dtype).reshape(value.shape)
@@ -227,7 +278,7 @@ def test_outputs_overlap_nothing(call: Callable[..., int]) -> None:
             with pytest.raises(ValueError, match=f"({name}|{other}) must not overlap"):
                 invoke(call, arguments)
             assert memory.tolist() == before
-            start += 4
+            start = out.nbytes
             arguments = good_arguments(call)
             arguments[other] = (
                 memory[start : start + value.nbytes].view(value.dtype).reshape(value.shape)
@@ -235,3 +286,11 @@ def test_outputs_overlap_nothing(call: Callable[..., int]) -> None:
             arguments[name] = memory[: out.nbytes].view(out.dtype).reshape(out.shape)
             arguments[other][...] = value
             invoke(call, arguments)
+
+
+def test_flex_tables_are_int64_only() -> None:
+    for name in ("page_table", "physical_to_logical"):
+        arguments = good_arguments(flex_tables)
+        arguments[name] = arguments[name].astype(np.int32)
+        with pytest.raises(TypeError, match=f"{name} must be an array of int64, got int32"):
+            invoke(flex_tables, arguments)

@@ -20,7 +20,15 @@ import kvcore
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "kvcore"
-COMPILED = ("pool", "eviction", "prefix_index", "block_manager", "peak", "kernel_metadata")
+COMPILED = (
+    "pool",
+    "eviction",
+    "prefix_index",
+    "block_manager",
+    "peak",
+    "kernel_metadata",
+    "kernel_layouts",
+)
 
 needs_source_tree = pytest.mark.skipif(
     not (ROOT / "pyproject.toml").exists(), reason="not run from a source tree"

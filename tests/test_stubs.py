@@ -19,6 +19,7 @@ COMPILED = (
     "kvcore.block_manager",
     "kvcore.peak",
     "kvcore.kernel_metadata",
+    "kvcore.kernel_layouts",
 )
 
 
