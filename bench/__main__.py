@@ -13,6 +13,7 @@ from typing import Any
 from bench import (
     allocate,
     append,
+    emitters,
     engine,
     evict,
     flat,
@@ -31,6 +32,7 @@ Group = tuple[str, Callable[[], Iterator[Row]], Callable[[], str], Callable[[Tim
 GROUPS: tuple[Group, ...] = (
     ("the next token", append.rows, report.ratio_head, report.ratio_line),
     ("whole sequences", allocate.rows, report.ratio_head, report.ratio_line),
+    ("kernel metadata", emitters.rows, report.ratio_head, report.ratio_line),
     ("evictable blocks", evict.rows, report.ratio_head, report.ratio_line),
     ("prefix sharing", prefix.rows, report.ratio_head, report.ratio_line),
     ("scheduler", step.rows, report.ratio_head, report.ratio_line),

@@ -113,6 +113,32 @@ cdef class Floor:
         return self.running[:]
 
 
+# ------------------------------------------------------------ kvcore.kernel_metadata
+def csr(
+    manager, cnp.ndarray rows not None, cnp.ndarray indptr not None,
+    cnp.ndarray indices not None, /, *, cnp.ndarray last_page_len=None, cnp.ndarray kv_len=None,
+    cnp.ndarray lengths=None, expand=1,
+):
+    if not (
+        cnp.PyArray_ISCARRAY_RO(rows) and cnp.PyArray_ISCARRAY(indptr)
+        and cnp.PyArray_ISCARRAY(indices) and cnp.PyArray_ISCARRAY(last_page_len)
+    ):
+        raise ValueError
+    return cnp.PyArray_SIZE(indices)
+
+
+def slot_mapping(
+    manager, cnp.ndarray rows not None, cnp.ndarray starts not None,
+    cnp.ndarray counts not None, cnp.ndarray out not None, /,
+):
+    if not (
+        cnp.PyArray_ISCARRAY_RO(rows) and cnp.PyArray_ISCARRAY_RO(starts)
+        and cnp.PyArray_ISCARRAY_RO(counts) and cnp.PyArray_ISCARRAY(out)
+    ):
+        raise ValueError
+    return cnp.PyArray_SIZE(out)
+
+
 # ------------------------------------------------------------ the bytes of a prefix
 def compare_blocks(tokens, store, blocks, /):
     """How many leading rows of ``store``, in the order of ``blocks``, equal the tokens.
