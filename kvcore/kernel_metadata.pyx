@@ -9,10 +9,12 @@ call does not write are named in its docstring.
 
 Lengths are those of the manager and so include the tokens of this step: slots are given out
 before a step runs. A prompt that is computed in parts has the blocks of all its tokens from
-the start, so its part of a step ends earlier: ``lengths`` says where. Kernels that append keys
-and values themselves want the length before: ``sequence_lengths`` with ``counts``.
+the start, so its part of a step ends earlier: ``lengths`` says where, and is what the kernel
+reads as lengths too. Kernels that append keys and values themselves want the length before:
+``sequence_lengths`` with ``counts``.
 
-Every call is one step to other threads. Layouts that one kernel alone reads are in
+Every call is one step to other threads, for which it keeps the GIL: without it a row could end
+halfway, and its blocks be another's. Layouts that one kernel alone reads are in
 ``kvcore.kernel_layouts``.
 """
 

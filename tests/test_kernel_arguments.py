@@ -236,6 +236,17 @@ def test_an_input_that_is_no_such_array_is_named(call: Callable[..., int], name:
         (ragged, {"counts": int32(1, 2, 1)}, "rows: entry 2 has 1 tokens"),
         (ragged, {"chunk_prefill_size": 1}, "chunk_prefill_size .* got 1"),
         (ragged, {"page_indices": np.full(8, UNTOUCHED, np.int32)}, "page_indices of shape"),
+        (ragged, {"page_indices": np.full((9, 1), UNTOUCHED, np.int32)}, r"shape \(9, 1\) is not"),
+        (ragged, {"cu_q_lens": np.full(5, UNTOUCHED, np.int32)}, "cu_q_lens has 5 entries for 3"),
+        (
+            ragged,
+            {
+                "kv_lens": np.full(2, UNTOUCHED, np.int32),
+                "page_indices": np.full((2, 3), UNTOUCHED, np.int32),
+                "cu_q_lens": np.full(3, UNTOUCHED, np.int32),
+            },
+            "kv_lens has 2 entries for 3 rows",
+        ),
         (window_info, {"window": 0}, "window .* got 0"),
         (window_info, {"sinks": -1}, "sinks .* got -1"),
         (window_info, {"out": np.full((2, 3), UNTOUCHED, np.int32)}, "out must have 3 rows, got 2"),

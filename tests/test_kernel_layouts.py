@@ -190,8 +190,10 @@ def test_window_info_finds_what_the_newest_token_sees(worlds: list[World]) -> No
         indptr, indices, last = (np.empty(size, np.int32) for size in (count + 1, 4000, count))
         csr(bm, world.rows, indptr, indices, last_page_len=last, lengths=lengths)
         for entry, seen in enumerate(visible):
-            last_page_len, offset, sink = info[entry]
+            last_page_len, offset, sink = info[entry].tolist()
             assert last_page_len == last[entry]
+            if len(seen) == world.lengths[entry]:
+                assert (offset, sink) == (0, 0)
             pages = indices[indptr[entry] : indptr[entry + 1]]
             held = max(len(pages) - 1, 0) * size + last_page_len
             places = [*range(sink), *range(offset, held)]
