@@ -12,6 +12,9 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Before numpy comes in. On a busy machine a second thread makes small products slower.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 _SLOW_IS_FINE = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 settings.register_profile(

@@ -1,0 +1,84 @@
+"""Keys and values in blocks: written by slots, read by block tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvcore.engine.llama import LlamaShape
+
+__all__ = ["PagedCache"]
+
+
+class PagedCache:
+    """Room for the keys and values of ``num_blocks`` blocks.
+
+    What has not been written, or belongs to nobody any more, is NaN: whoever reads it by
+    mistake computes NaN from there on, and cannot go unnoticed.
+
+    Parameters
+    ----------
+    shape : LlamaShape
+    num_blocks, block_size : int
+
+    Attributes
+    ----------
+    blocks : ndarray
+        float32 ``(layers, 2, num_blocks, block_size, kv_heads, head_size)``: keys, then
+        values.
+    """
+
+    def __init__(self, shape: LlamaShape, num_blocks: int, block_size: int) -> None:
+        self.blocks = np.full(
+            (shape.layers, 2, num_blocks, block_size, shape.kv_heads, shape.head_size),
+            np.nan,
+            np.float32,
+        )
+        self._by_slot = self.blocks.reshape(shape.layers, 2, -1, shape.kv_heads, shape.head_size)
+        self._is_written = np.zeros(num_blocks, np.bool_)
+
+    def write(
+        self,
+        layer: int,
+        slots: NDArray[np.int64],
+        keys: NDArray[np.float32],
+        values: NDArray[np.float32],
+    ) -> None:
+        """Store ``(n, kv_heads, head_size)`` keys and values at n slots."""
+        self._by_slot[layer, 0, slots] = keys
+        self._by_slot[layer, 1, slots] = values
+        self._is_written[slots // self.blocks.shape[3]] = True
+
+    def read(
+        self, layer: int, table: NDArray[np.int32], length: int
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Gather the first ``length`` tokens of a table: two ``(length, kv_heads, head_size)``."""
+        columns = -(-length // self.blocks.shape[3])
+        keys, values = self.blocks[layer][:, table[:columns]]
+        token = keys.shape[2:]
+        return keys.reshape(-1, *token)[:length], values.reshape(-1, *token)[:length]
+
+    def copy(self, pairs: NDArray[np.int32], source: PagedCache | None = None) -> None:
+        """Copy blocks: ``(k, 2)`` pairs of a block here, or of ``source``, and one here.
+
+        Needs: no block here is both copied from and copied to.
+        """
+        if not len(pairs):
+            return
+        blocks = (self if source is None else source).blocks
+        self.blocks[:, :, pairs[:, 1]] = blocks[:, :, pairs[:, 0]]
+        self._is_written[pairs[:, 1]] = True
+
+    def erase(self, blocks: NDArray[np.int32]) -> None:
+        """Forget what is in blocks that nobody wants any more."""
+        written = blocks[self._is_written[blocks]]
+        self.blocks[:, :, written] = np.nan
+        self._is_written[written] = False
+
+    def erase_slots(self, slots: NDArray[np.int64]) -> None:
+        """Forget single tokens, as those of rejected drafts."""
+        self._by_slot[:, :, slots] = np.nan
