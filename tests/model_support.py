@@ -163,9 +163,14 @@ class WatchedEngine(Engine):
         step = super().step()
         self.steps.append(step)
         self.bm.check()
+        assert np.isnan(self.cache.blocks[:, :, self.bm.pool.free_blocks()]).all()
         if self.host is not None:
             self.host.check()
         return step
+
+    def _advance_beams(self, beams: Any, results: Any) -> None:
+        super()._advance_beams(beams, results)
+        self.moved += len(results.parents)
 
     def copy_blocks(self, step: Step) -> None:
         super().copy_blocks(step)
@@ -189,11 +194,15 @@ class WatchedEngine(Engine):
             self.marks_of(seq, history)
             for seq, history in zip(self._computed, histories, strict=True)
         ]
+        size = self.bm.block_size
         for chunk, marks in zip(chunks, expected, strict=True):
+            blocks, offsets = np.divmod(chunk.slots, size)
+            going_on = ~np.isin(blocks, blocks[offsets == 0])
+            before = self.cache.blocks[:, :, blocks[going_on], offsets[going_on]]
+            assert np.isnan(before).all(), "a slot is written that still holds a token"
             self.marks.ravel()[chunk.slots] = marks[chunk.start :]
         for seq, chunk, marks in zip(self._computed, chunks, expected, strict=True):
             positions = np.arange(len(marks))
-            size = self.bm.block_size
             found = self.marks[np.asarray(chunk.table)[positions // size], positions % size]
             wrong = np.flatnonzero(found != marks)
             assert len(wrong) == 0, f"{seq!r} reads other tokens at positions {wrong}"
@@ -225,16 +234,23 @@ class WatchedEngine(Engine):
 def largest_difference(engine: WatchedEngine) -> float:
     """Between the logits that an engine has seen and the plain forward pass's."""
     worst = 0.0
-    seen = sorted(engine.seen, key=lambda one: one[0])
-    waiting: list[tuple[tuple[int, ...], Floats]] = []
-    for place, (history, logits) in enumerate(seen):
-        waiting.append((history, logits))
-        longer = seen[place + 1][0] if place + 1 < len(seen) else ()
-        if longer[: len(history)] == history:
-            continue
-        plain = Contiguous(engine.model).extend(history)
-        for shorter, found in waiting:
-            difference = float(np.abs(found - plain[len(shorter) - 1]).max())
-            worst = max(worst, np.inf if np.isnan(difference) else difference)
-        waiting.clear()
+    plain = Contiguous(engine.model)
+    text: tuple[int, ...] = ()
+    rows: list[Floats] = []
+    # A text comes before those that it begins with, and what two share is computed once.
+    for history, logits in sorted(engine.seen, key=lambda one: one[0], reverse=True):
+        shared = next(
+            (
+                place
+                for place, pair in enumerate(zip(text, history, strict=False))
+                if len({*pair}) > 1
+            ),
+            min(len(text), len(history)),
+        )
+        if shared < len(history):
+            plain.length = shared
+            rows[shared:] = plain.extend(history[shared:])
+            text = history
+        difference = float(np.abs(logits - rows[len(history) - 1]).max())
+        worst = max(worst, np.inf if np.isnan(difference) else difference)
     return worst

@@ -48,10 +48,17 @@ class PagedCache:
         keys: NDArray[np.float32],
         values: NDArray[np.float32],
     ) -> None:
-        """Store ``(n, kv_heads, head_size)`` keys and values at n slots."""
+        """Store ``(n, kv_heads, head_size)`` keys and values at n slots.
+
+        Whoever writes the first slot of a block is its new owner, so the rest of it is
+        erased: those who had it before may have left it in the planning of this very step.
+        """
+        size = self.blocks.shape[3]
+        blocks, offsets = np.divmod(slots, size)
+        self.blocks[layer][:, blocks[offsets == 0]] = np.nan
         self._by_slot[layer, 0, slots] = keys
         self._by_slot[layer, 1, slots] = values
-        self._is_written[slots // self.blocks.shape[3]] = True
+        self._is_written[blocks] = True
 
     def read(
         self, layer: int, table: NDArray[np.int32], length: int

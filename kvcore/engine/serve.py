@@ -205,11 +205,7 @@ class Engine:
 
     def step(self) -> Step:
         """Plan a step, carry it out and report its results. Returns what was planned."""
-        cached = self.bm.pool.evictable_blocks()
         step = self.scheduler.step()
-        is_kept = self.bm.pool.is_kept
-        # Evicted for this step: what was in them must not be taken for the new owner's.
-        self.cache.erase(np.array([one for one in cached.tolist() if not is_kept(one)], np.int32))
         self.rejected.update(step.rejected)
         for seq in step.rejected:
             self._generations.pop(seq, None)
