@@ -202,10 +202,7 @@ class WatchedEngine(Engine):
             assert np.isnan(before).all(), "a slot is written that still holds a token"
             self.marks.ravel()[chunk.slots] = marks[chunk.start :]
         for seq, chunk, marks in zip(self._computed, chunks, expected, strict=True):
-            positions = np.arange(len(marks))
-            found = self.marks[np.asarray(chunk.table)[positions // size], positions % size]
-            wrong = np.flatnonzero(found != marks)
-            assert len(wrong) == 0, f"{seq!r} reads other tokens at positions {wrong}"
+            self.assert_slots(seq, chunk, marks)
         logits = super().forward(chunks)
         at = 0
         for chunk, history in zip(chunks, histories, strict=True):
@@ -213,6 +210,14 @@ class WatchedEngine(Engine):
                 self.seen.append((tuple(history[: len(history) - back]), logits[at]))
                 at += 1
         return logits
+
+    def assert_slots(self, seq: Hashable, chunk: Chunk, marks: NDArray[np.int64]) -> None:
+        """What the table leads to are the tokens of the text, one after the other."""
+        positions = np.arange(len(marks))
+        size = self.bm.block_size
+        found = self.marks[np.asarray(chunk.table)[positions // size], positions % size]
+        wrong = np.flatnonzero(found != marks)
+        assert len(wrong) == 0, f"{seq!r} reads other tokens at positions {wrong}"
 
     def marks_of(self, seq: Hashable, text: Sequence[int]) -> NDArray[np.int64]:
         """A number for each token that stands for it, all before it, and the namespace."""
@@ -231,14 +236,19 @@ class WatchedEngine(Engine):
         return cached
 
 
-def largest_difference(engine: WatchedEngine) -> float:
-    """Between the logits that an engine has seen and the plain forward pass's."""
+def largest_difference(engine: WatchedEngine, of: Sequence[int] | None = None) -> float:
+    """Between the logits that an engine has seen and the plain forward pass's.
+
+    By default of all texts, else of one.
+    """
     worst = 0.0
     plain = Contiguous(engine.model)
     text: tuple[int, ...] = ()
     rows: list[Floats] = []
     # A text comes before those that it begins with, and what two share is computed once.
     for history, logits in sorted(engine.seen, key=lambda one: one[0], reverse=True):
+        if of is not None and history != tuple(of[: len(history)]):
+            continue
         shared = next(
             (
                 place
