@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcore.engine.byte_pairs import BytePairTokenizer
+from kvcore.engine.gguf import GGUFFile, load_gguf
 from kvcore.engine.random_model import random_llama
 from kvcore.engine.stories import StoriesTokenizer, load_stories
 from kvcore.engine.tokenizer import ByteTokenizer
@@ -23,9 +25,9 @@ def load_model(path: str | Path | None = None) -> tuple[Llama, Tokenizer]:
     Parameters
     ----------
     path : str or Path, optional
-        A weight file of llama2.c with a ``tok*.bin`` beside it, or a folder that has
-        ``stories260K`` in it. By default what ``KVCORE_MODEL`` names and, without that,
-        small random weights.
+        A ``.gguf`` file of the Llama architecture, a weight file of llama2.c with a
+        ``tok*.bin`` beside it, or a folder that has ``stories260K`` in it. By default what
+        ``KVCORE_MODEL`` names and, without that, small random weights.
 
     Raises
     ------
@@ -42,6 +44,9 @@ def load_model(path: str | Path | None = None) -> tuple[Llama, Tokenizer]:
         file = file / "stories260K" / "stories260K.bin"
     if not file.is_file():
         raise FileNotFoundError(f"path {str(path)!r}: there is no model {file}")
+    if file.suffix == ".gguf":
+        gguf = GGUFFile(file)
+        return load_gguf(gguf), BytePairTokenizer(gguf.metadata)
     model = load_stories(file)
     tokenizers = sorted(file.parent.glob("tok*.bin"))
     if len(tokenizers) != 1:
