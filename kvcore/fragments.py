@@ -1,4 +1,4 @@
-"""A batch of block copies as stretches of contiguous bytes, for engines that copy those."""
+"""A batch of block copies as fragments of contiguous bytes, for engines that copy those."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Fragments", "fragments"]
+__all__ = ["FragmentCutter", "Fragments"]
 
 
 class Fragments(NamedTuple):
-    """Parallel arrays, uint64: addresses to copy from and to, and numbers of bytes."""
+    """Parallel uint64 arrays, contiguous: addresses to copy from and to, numbers of bytes."""
 
     sources: NDArray[np.uint64]
     destinations: NDArray[np.uint64]
@@ -25,58 +25,70 @@ class Fragments(NamedTuple):
         return float(self.sizes.mean())
 
 
-def fragments(table: NDArray[np.void], pairs: NDArray[np.int32]) -> Fragments:
-    """Find the longest contiguous stretches of whole blocks. O(planes x pairs).
+class _Stretches(NamedTuple):
+    """Contiguous bytes that every block has, parallel arrays: all of a plane, or a row."""
 
-    Pairs whose sources and destinations both follow each other become one, where blocks of a
-    plane do so in memory on both sides.
+    addresses: NDArray[np.int64]
+    """``(2, n, 1)``: of block 0, in the source and in the destination."""
+    strides: NDArray[np.int64]
+    """``(2, n, 1)``: from block to block."""
+    sizes: NDArray[np.int64]
+    """``(n, 1)``."""
+
+    def which(self, chosen: NDArray[np.bool_]) -> _Stretches:
+        return _Stretches(*(array[..., chosen, :] for array in self))
+
+
+class FragmentCutter:
+    """Finds the longest fragments of whole blocks between two pools.
+
+    Pairs whose sources and destinations both follow each other are one fragment, where the
+    blocks of a plane follow each other in memory on both sides.
 
     Parameters
     ----------
     table : ndarray
         From ``plane_table``.
-    pairs : ndarray
-        int32 ``(n, 2)`` of a ``CopyPlan``; those with a negative id are left out.
     """
-    blocks = pairs[(pairs >= 0).all(axis=1)].astype(np.int64)
-    blocks = blocks[np.argsort(blocks[:, 0], kind="stable")]
-    follows = np.zeros(len(blocks), bool)
-    follows[1:] = (np.diff(blocks, axis=0) == 1).all(axis=1)
-    heads = np.flatnonzero(~follows)
-    lengths = np.diff(heads, append=len(blocks))
 
-    piece = table["rows"].astype(np.int64) * table["row_bytes"]
-    is_one_stretch = (table["source_pitch"] == table["row_bytes"]) & (
-        table["destination_pitch"] == table["row_bytes"]
-    )
-    # Blocks without gaps between them have none inside.
-    is_adjacent = (table["source_stride"] == piece) & (table["destination_stride"] == piece)
-
-    found: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]] = []
-
-    def add(
-        planes: NDArray[np.void],
-        firsts: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        row: NDArray[np.int64] | int = 0,
-    ) -> None:
-        sides = []
-        for side, column in (("source", 0), ("destination", 1)):
-            address = planes[side].astype(np.int64) + row * planes[f"{side}_pitch"]
-            sides.append(address[:, None] + firsts[:, column] * planes[f"{side}_stride"][:, None])
-        found.append((sides[0], sides[1], np.broadcast_to(sizes, sides[0].shape)))
-
-    add(table[is_adjacent], blocks[heads], piece[is_adjacent, None] * lengths)
-    whole = is_one_stretch & ~is_adjacent
-    add(table[whole], blocks, piece[whole, None])
-    in_rows = table[~is_one_stretch]
-    by_row = np.repeat(in_rows, in_rows["rows"])
-    ends = np.cumsum(in_rows["rows"], dtype=np.int64)
-    row = np.arange(len(by_row)) - np.repeat(ends - in_rows["rows"], in_rows["rows"])
-    add(by_row, blocks, by_row["row_bytes"].astype(np.int64)[:, None], row)
-    return Fragments(
-        *(
-            np.concatenate([part.ravel() for part in parts]).astype(np.uint64)
-            for parts in zip(*found, strict=True)
+    def __init__(self, table: NDArray[np.void]) -> None:
+        rows, row_bytes = table["rows"].astype(np.int64), table["row_bytes"].astype(np.int64)
+        strides, pitches, addresses = (
+            np.stack([table[f"source{of}"], table[f"destination{of}"]]).astype(np.int64)
+            for of in ("_stride", "_pitch", "")
         )
-    )
+        is_whole = (pitches == row_bytes).all(axis=0)
+        row_bytes[is_whole] *= rows[is_whole]
+        rows[is_whole] = 1
+
+        plane = np.repeat(np.arange(len(table)), rows)
+        row = np.arange(len(plane)) - np.repeat(np.cumsum(rows) - rows, rows)
+        every = _Stretches(
+            (addresses[:, plane] + row * pitches[:, plane])[..., None],
+            strides[:, plane, None],
+            row_bytes[plane, None],
+        )
+        # Blocks without gaps between them have none inside.
+        is_adjacent = (every.strides == every.sizes).all(axis=0)[:, 0]
+        self._adjacent, self._apart = every.which(is_adjacent), every.which(~is_adjacent)
+
+    def cut(self, pairs: NDArray[np.int32]) -> Fragments:
+        """Cut a batch into fragments. O(planes x pairs).
+
+        ``pairs`` is that of a ``CopyPlan``; those with a negative id are left out.
+        """
+        blocks = pairs[(pairs >= 0).all(axis=1)]
+        blocks = blocks[np.argsort(blocks[:, 0], kind="stable")].T.astype(np.int64, order="C")
+        follows = np.zeros(blocks.shape[1], bool)
+        follows[1:] = (np.diff(blocks) == 1).all(axis=0)
+        heads = np.flatnonzero(~follows)
+        ends, sizes = [], []
+        for stretches, firsts, lengths in (
+            (self._adjacent, blocks[:, heads], np.diff(heads, append=len(follows))),
+            (self._apart, blocks, np.ones(len(follows), np.int64)),
+        ):
+            at = stretches.addresses + firsts[:, None] * stretches.strides
+            ends.append(at.reshape(2, -1))
+            sizes.append((stretches.sizes * lengths).ravel())
+        sources, destinations = np.concatenate(ends, axis=1).astype(np.uint64, order="C")
+        return Fragments(sources, destinations, np.concatenate(sizes).astype(np.uint64))

@@ -9,7 +9,7 @@ from kvcore.batch_memcpy import BatchMemcpy
 from kvcore.copier import BlockCopier, CopyPlan
 from kvcore.copy_kernel import plane_table
 from kvcore.cupy_copier import CupyCopier
-from kvcore.fragments import Fragments, fragments
+from kvcore.fragments import FragmentCutter, Fragments
 from kvcore.gpu import as_stream, load_cupy
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class HostCopier(BlockCopier):
                 f"got {source.device} and {destination.device}"
             )
         self._kernel = CupyCopier(source, destination, max_ctas=MAX_CTAS)
-        self._table = plane_table(source, destination)
+        self._cutter = FragmentCutter(plane_table(source, destination))
         number = source.device if destination.device is None else destination.device
         self._device = self._cupy.cuda.Device(number)
         self._batch: BatchMemcpy | None
@@ -87,7 +87,7 @@ class HostCopier(BlockCopier):
     def run(self, plan: CopyPlan, *, stream: Any = None) -> None:
         """Do what was planned for these pools. Needs: it came from ``plan_copies``."""
         if plan.n_tokens is None:
-            found = fragments(self._table, plan.pairs)
+            found = self._cutter.cut(plan.pairs)
             if len(found.sizes) < FEWEST_FOR_KERNEL or found.mean_bytes >= self.crossover_bytes:
                 with self._device:
                     self._by_copy_engines(found, as_stream(self._cupy, stream).ptr)

@@ -108,6 +108,8 @@ class Planes(NamedTuple):
 
     def shares_memory(self, other: Planes) -> bool:
         """Whether a plane of one begins where one of the other does."""
+        if self is other or self.device != other.device:
+            return self is other
         return not {plane.address for plane in self.planes}.isdisjoint(
             plane.address for plane in other.planes
         )

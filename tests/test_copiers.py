@@ -374,6 +374,7 @@ def test_joining_planes_of_a_device_and_of_host_memory_is_refused() -> None:
         ([(2, 3), (1, 2)], r"pairs\[1\] \(1, 2\) has a destination that is also a source"),
         ([(4, 4)], r"pairs\[0\] \(4, 4\) has a destination that is also a source"),
         ([(1, 2), (0, 5), (3, 2)], r"pairs\[2\] \(3, 2\) has the destination of pairs\[0\]"),
+        ([(0, 5), (1, 2), (3, 2)], r"pairs\[2\] \(3, 2\) has the destination of pairs\[1\]"),
         ([(1, 2), (1, 2)], r"pairs\[1\] \(1, 2\) has the destination of pairs\[0\]"),
         ([(0, 1), (-1, 9), (7, 2)], r"pairs\[2\] \(7, 2\) has a source that is not below 7"),
         ([(0, 7)], r"pairs\[0\] \(0, 7\) has a destination that is not below 7"),
@@ -409,6 +410,20 @@ def test_arrays_that_are_no_batch_are_refused(
     copier = NumpyCopier(Pool("NHD stacked").planes())
     with pytest.raises(error, match=message):
         copier.copy(pairs, n_tokens)
+
+
+def test_what_is_skipped_is_no_hazard() -> None:
+    pool, expected = Pool("NHD stacked"), Pool("NHD stacked")
+    pairs = pairs_of((2, -1), (0, 2), (-1, 2), (-1, 0), (9, -1), (-1, 9))
+    NumpyCopier(pool.planes()).copy(pairs)
+    copy_obviously(expected, expected, [(0, 2)], None)
+    np.testing.assert_array_equal(pool.arena, expected.arena)
+
+
+def test_one_address_on_two_devices_is_not_one_memory() -> None:
+    planes = Pool("NHD stacked").planes()
+    assert planes.shares_memory(planes)
+    assert not planes.shares_memory(planes._replace(device=0))
 
 
 def test_two_descriptions_of_one_pool_are_one_pool() -> None:

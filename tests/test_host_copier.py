@@ -21,7 +21,7 @@ from kvcore import batch_memcpy, copy_crossover, host_copier
 from kvcore.batch_memcpy import BatchMemcpy
 from kvcore.copy_kernel import plane_table
 from kvcore.cupy_copier import CTAS_PER_PROCESSOR, CupyCopier
-from kvcore.fragments import Fragments, fragments
+from kvcore.fragments import FragmentCutter, Fragments
 from kvcore.gpu import load_cupy
 from kvcore.host_copier import CROSSOVER_BYTES, FEWEST_FOR_KERNEL, HostCopier
 from kvcore.planes import BLOCK_MAJOR_NHD, HND, NHD, Planes, planes_of
@@ -66,7 +66,7 @@ def found_in(
 ) -> list[tuple[int, int, int]]:
     """Offsets in both arrays, and bytes."""
     table = plane_table(planes_of(source, layout), planes_of(destination, layout))
-    found = fragments(table, pairs_of(*pairs))
+    found = FragmentCutter(table).cut(pairs_of(*pairs))
     assert {part.dtype for part in found} == {np.dtype(np.uint64)}
     starts = np.array([source.ctypes.data, destination.ctypes.data], np.uint64)
     return [
@@ -131,7 +131,7 @@ def test_fragments_are_the_bytes_of_the_obvious_copy(
     near, near2 = (Pool(kind, pad=near_pad) for _ in range(2))
     far, far2 = (Pool(kind, pad=far_pad, num_blocks=11, seed=1) for _ in range(2))
     pairs = pairs_of((2, 5), (3, 6), (0, 9), (-1, 4), (6, 2), (1, 4), (4, 7))
-    found = fragments(plane_table(near.planes(), far.planes()), pairs)
+    found = FragmentCutter(plane_table(near.planes(), far.planes())).cut(pairs)
     for source, destination, size in zip(*(part.tolist() for part in found), strict=True):
         ctypes.memmove(destination, source, size)
     copy_obviously(near2, far2, pairs.tolist(), None)
