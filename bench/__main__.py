@@ -13,6 +13,7 @@ from typing import Any
 from bench import (
     allocate,
     append,
+    copies,
     emitters,
     engine,
     evict,
@@ -37,6 +38,7 @@ GROUPS: tuple[Group, ...] = (
     ("prefix sharing", prefix.rows, report.ratio_head, report.ratio_line),
     ("scheduler", step.rows, report.ratio_head, report.ratio_line),
     ("engine steps", engine.rows, report.ratio_head, report.ratio_line),
+    ("block copies", copies.rows, report.ratio_head, report.ratio_line),
     ("growth", flat.rows, report.growth_head, report.growth_lines),
 )
 
