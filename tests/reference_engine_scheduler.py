@@ -55,6 +55,19 @@ BLOCKED = {
 VerdictParts = tuple[Reason, int, int, int, int]
 
 
+@dataclass
+class Away:
+    """What is kept of a sequence that is in host memory, or on its way there or back."""
+
+    n_tokens: int
+    kept_columns: list[int]
+    """Of its table: what somebody else holds too stays where it is."""
+    kept_blocks: list[int]
+    prompt: ReferencePrompt | None
+    pending: int | None
+    is_returning: bool = False
+
+
 @dataclass(eq=False)
 class Life:
     """A sequence from when it waits, or is forked, until it ends or loses its blocks."""
@@ -82,6 +95,7 @@ class Life:
     is not known, so that nothing that follows can be published."""
     at_limit: bool = False
     """Its last token is on its way."""
+    away: Away | None = None
 
 
 @dataclass(eq=False)
@@ -94,7 +108,10 @@ class ReferenceRequest:
     """While it waits: those that come back. One, unless a group has come apart."""
     siblings: list[Hashable] = field(default_factory=list)
     """Names of those that start when its prompt is computed."""
-    running: list[Life] = field(default_factory=list)
+    members: list[Life] = field(default_factory=list)
+    """Those that have blocks, here or in host memory."""
+    admitted: int = -1
+    """The step in which it entered last."""
     came_back: bool = False
     """Whether it was preempted and has not entered since, or entered as such."""
     let_a_step_pass: bool = False
@@ -141,6 +158,13 @@ class ReferenceEngineStep:
         self.rejected: dict[Hashable, VerdictParts] = {}
         self.may_end: list[Life] = []
         self.somebody_yielded = False
+        self.going_out: list[ReferenceRequest] = []
+        self.coming_in: list[ReferenceRequest] = []
+        self.swapped_out: list[Hashable] = []
+        self.swapped_in: list[Hashable] = []
+        self.swap_out: list[tuple[int, int]] = []
+        self.swap_in: list[tuple[int, int]] = []
+        self.host_fence: int | None = None
         self.is_reported = False
 
     @property
@@ -154,7 +178,7 @@ class ReferenceEngineStep:
 
     @property
     def is_empty(self) -> bool:
-        return not self.decoded and not self.chunks
+        return not (self.decoded or self.chunks or self.swap_out or self.swap_in)
 
 
 class ReferenceEngineScheduler:
@@ -173,6 +197,7 @@ class ReferenceEngineScheduler:
         window: int | None = None,
         sink_tokens: int = 0,
         in_flight: int = 0,
+        host: ReferenceBlockManager | None = None,
     ) -> None:
         self.bm = bm
         self.watermark = watermark_blocks
@@ -184,6 +209,9 @@ class ReferenceEngineScheduler:
         self.window = window
         self.sink_tokens = sink_tokens
         self.in_flight = in_flight
+        self.host = host
+        self.going_out: list[ReferenceRequest] = []
+        self.away: list[ReferenceRequest] = []  # in host memory, in the order of their return
         self.queue: list[ReferenceRequest] = []
         self.lives: list[Life] = []  # those that run, in the order in which they came
         self.outstanding: list[ReferenceEngineStep] = []
@@ -200,6 +228,23 @@ class ReferenceEngineScheduler:
     @property
     def running(self) -> list[Hashable]:
         return [life.name for life in self.lives]
+
+    @property
+    def swapped(self) -> list[Hashable]:
+        return [life.name for request in self.away for life in request.members]
+
+    def _anywhere(self, name: Hashable) -> Life | None:
+        """Also in host memory."""
+        for request in [*self._requests(), *self.going_out, *self.away]:
+            for life in request.members:
+                if life.name == name:
+                    return life
+        return None
+
+    @staticmethod
+    def _is_here(life: Life) -> bool:
+        """It has not ended, and did not lose what was computed."""
+        return life in life.request.members
 
     def _life(self, name: Hashable) -> Life | None:
         for life in self.lives:
@@ -314,10 +359,12 @@ class ReferenceEngineScheduler:
         reserve = 0 if comes_back_alone else self.watermark
         unborn = sum(len(life.request.siblings) for life in self.lives if life.in_prompt)
         under_way = sum(life.in_prompt for life in self.lives)
-        if any(name in self.bm.lens for name in request.names):
+        if any(name in self.bm.lens or name in self.swapped for name in request.names):
             reason = Reason.LIVE_ID
-        elif len(self.lives) + unborn + len(request.names) > self.max_running:
+        elif len(self.lives) + unborn + self._num_leaving() + len(request.names) > self.max_running:
             reason = Reason.MAX_RUNNING
+        elif self.going_out or self.away:
+            reason = Reason.SWAPPED_BEFORE
         elif (
             tokens_left is not None and tokens_left <= 0 and under_way >= self.max_partial_prefills
         ):
@@ -330,7 +377,14 @@ class ReferenceEngineScheduler:
             reason = Reason.FITS
         return reason, needed, available, 0, reserve
 
+    def _num_leaving(self) -> int:
+        return sum(len(request.members) for request in self.going_out)
+
     def why(self, name: Hashable) -> VerdictParts:
+        for place, request in enumerate(self.away):
+            if name in [life.name for life in request.members]:
+                needed = self._blocks_to_return(request)
+                return Reason.SWAPPED, needed, self.bm.num_available, place, 0
         for place, request in enumerate(self.queue):
             if name in request.names:
                 decodes = [life for life in self.lives if not life.in_prompt and not life.at_limit]
@@ -358,8 +412,11 @@ class ReferenceEngineScheduler:
         step = self.last = ReferenceEngineStep(self.number)
         if self.in_flight:
             step.fence = self.bm.fence()
+            if self.host is not None:
+                step.host_fence = self.host.fence()
         self._decode(step)
         budget = self.token_budget - len(step.slots)
+        self._bring_in(step)
         self._admit(step, budget)
         self._prefill(step, budget)
         for life in step.decoded:
@@ -376,6 +433,8 @@ class ReferenceEngineScheduler:
         step.is_reported = True
         if step.fence is not None:
             self.bm.settle(step.fence)
+        if self.host is not None and step.host_fence is not None:
+            self.host.settle(step.host_fence)
 
     def _note_limit(self, step: ReferenceEngineStep, life: Life) -> None:
         if self._is_long_enough(life):
@@ -395,7 +454,11 @@ class ReferenceEngineScheduler:
         return max(1, min(left, self.each))
 
     def _decode(self, step: ReferenceEngineStep) -> None:
-        lives = [life for life in self.lives if not life.in_prompt and not life.at_limit]
+        lives = [
+            life
+            for life in self.lives
+            if not life.in_prompt and not life.at_limit and life.away is None
+        ]
         counts = [self._count(life) for life in lives]
         needed, available, _ = self.bm.plan_append(self._rows(lives), counts)
         if needed > available:
@@ -430,24 +493,33 @@ class ReferenceEngineScheduler:
             staying = [
                 request
                 for request in self._requests()
-                if not all(life.at_limit for life in request.running)
+                if not all(life.at_limit for life in request.members)
             ]
             victims: list[ReferenceRequest] = []
-            while not self._suffices(lives, victims) and len(staying) > 1:
-                victims.append(staying.pop())
+            for request in reversed(staying):
+                if self._suffices(lives, victims) or len(staying) - len(victims) == 1:
+                    break
+                if request.members[0].away is None:
+                    victims.append(request)
             if self._suffices(lives, victims):
                 break
-            if not self._group_outgrew(step, staying):
+            if self._group_outgrew(step, [one for one in staying if one not in victims]):
+                continue
+            if not self.away:
                 victims = []  # it would not help
                 break
+            # Those in host memory may keep here what is lacking.
+            self._give_up_newest(step)
         step.somebody_yielded = bool(victims)
         for request in victims:
-            self._preempt(step, request)
+            if not self._send_out(step, request):
+                self._preempt(step, request)
         return [life for life in lives if life in self.lives]
 
     def _suffices(self, lives: list[Life], victims: list[ReferenceRequest]) -> bool:
         """Whether the others get their tokens, now or when steps in flight have settled."""
         leaving = [life for life in self.lives if life.request in victims or life.at_limit]
+        leaving += [life for request in self.going_out for life in request.members]
         others = [life for life in lives if life not in leaving]
         needed, available, coming = self.bm.plan_append(
             self._rows(others), without=self._rows(leaving)
@@ -479,11 +551,15 @@ class ReferenceEngineScheduler:
         """End the newest of a group that alone needs more than the whole pool."""
         if not staying:
             return False
-        members = [life for life in staying[0].running if not life.in_prompt and not life.at_limit]
+        members = [
+            life
+            for life in staying[0].members
+            if not life.in_prompt and not life.at_limit and life.away is None
+        ]
         if len(members) < 2:
             return False
         needed, _, _ = self.bm.plan_append(self._rows(members))
-        blocks = len(self._stays(staying[0].running)) + needed
+        blocks = len(self._stays(staying[0].members)) + needed
         if blocks <= self.bm.num_blocks:
             return False
         self._end_outgrown(step, members[-1], blocks)
@@ -496,7 +572,7 @@ class ReferenceEngineScheduler:
 
     def _preempt(self, step: ReferenceEngineStep, request: ReferenceRequest) -> None:
         """Back to the front of the queue, with all that is known of it."""
-        lives = list(request.running)
+        lives = list(request.members)
         request.waiting = [self._next_life(life) for life in lives]
         for life in lives:
             self._leave(life)
@@ -527,11 +603,19 @@ class ReferenceEngineScheduler:
 
     def _leave(self, life: Life) -> None:
         """The one way out."""
-        self.bm.free_seq(life.name)
-        self.lives.remove(life)
-        life.request.running.remove(life)
+        if life.away is not None:
+            self._forget_copies(life)
+        if life.name in self.bm.lens:
+            self.bm.free_seq(life.name)
+        if life in self.lives:
+            self.lives.remove(life)
+        life.request.members.remove(life)
+        if not life.request.members:
+            for requests in (self.going_out, self.away):
+                if life.request in requests:
+                    requests.remove(life.request)
         heir: Life | None = None
-        for other in life.request.running:
+        for other in life.request.members:
             if other.leans_on is not life:
                 continue
             other.leans_on = heir
@@ -541,6 +625,159 @@ class ReferenceEngineScheduler:
                     other.computed = life.computed
                 other.computed = min(other.computed, shared)
 
+    # Host memory.
+
+    def _send_out(self, step: ReferenceEngineStep, request: ReferenceRequest) -> bool:
+        """Copy what its sequences have for themselves to host memory, if that holds it."""
+        if self.host is None or any(life.in_prompt for life in request.members):
+            return False
+        moved = sum(len(self.bm.exclusive_blocks(life.name)) for life in request.members)
+        if not 0 < moved <= self.host.num_available:
+            return False
+        for life in request.members:
+            table, columns = self.bm.tables[life.name], self.bm.exclusive_blocks(life.name)
+            kept = [column for column in range(len(table)) if column not in columns]
+            self.host.allocate(life.name, len(columns) * self.host.block_size)
+            prompt = None
+            if self.bm.prefix_caching and HOLE not in table:
+                prompt = self.bm.prompt_of(life.name)
+            life.away = Away(self._length(life), kept, [], prompt, None)
+            blocks = [table[column] for column in columns]
+            step.swap_out += zip(blocks, self.host.tables[life.name], strict=True)
+            step.swapped_out.append(life.name)
+            self.lives.remove(life)
+        step.going_out.append(request)
+        self.going_out.append(request)
+        self.counters["preemptions_swap"] += len(request.members)
+        self.counters["swap_out_blocks"] += moved
+        return True
+
+    def _blocks_to_return(self, request: ReferenceRequest) -> int:
+        """With room for the next token of each."""
+        return sum(
+            blocks_for(life.away.n_tokens + 1, self.bm.block_size) - len(life.away.kept_columns)
+            for life in request.members
+        )
+
+    def _bring_in(self, step: ReferenceEngineStep) -> None:
+        """Who left first returns first; alone, it may use what admission keeps back."""
+        if step.swapped_out or step.preempted:
+            return
+        while self.away:
+            request = self.away[0]
+            reserve = self.watermark if self.lives else 0
+            width = len(self.lives) + self._num_leaving() + len(request.members)
+            width += sum(len(life.request.siblings) for life in self.lives if life.in_prompt)
+            if width > self.max_running:
+                return
+            needed = self._blocks_to_return(request)
+            if needed + reserve > self.bm.num_available:
+                if self.lives or self.going_out or self.outstanding:
+                    return
+                kept = {block for life in request.members for block in life.away.kept_blocks}
+                outgrew = needed + len(kept - {HOLE}) > self.bm.num_blocks
+                if len(self.away) == 1 and not outgrew:
+                    return  # somebody outside has what it lacks
+                # What others there keep here may be what it lacks.
+                self._give_up_newest(step)
+                continue
+            self.away.pop(0)
+            for life in request.members:
+                self._return(step, life)
+            step.coming_in.append(request)
+
+    def _return(self, step: ReferenceEngineStep, life: Life) -> None:
+        away = life.away
+        fresh = self.bm.restore(
+            life.name, away.n_tokens, away.kept_columns, away.kept_blocks, tokens=away.prompt
+        )
+        self._unpin(away)
+        away.is_returning = True
+        # Only after tokens that are all known another one can be published.
+        is_known = self.bm.known(life.name) == away.n_tokens
+        life.pending = away.pending if is_known else None
+        self._insert(life)
+        step.swapped_in.append(life.name)
+        step.swap_in += zip(self.host.tables[life.name], fresh, strict=True)
+        self.counters["swap_in_blocks"] += len(fresh)
+
+    def _insert(self, life: Life) -> None:
+        """Among those that run, in the order of admission."""
+        later = [one for one in self.lives if one.request.admitted > life.request.admitted]
+        place = len(self.lives)
+        while place and self.lives[place - 1] in later:
+            place -= 1
+        self.lives.insert(place, life)
+
+    def _unpin(self, away: Away) -> None:
+        for block in away.kept_blocks:
+            if block != HOLE:
+                self.bm.unpin(block)
+
+    def _pin(self, away: Away) -> None:
+        for block in away.kept_blocks:
+            if block != HOLE:
+                self.bm.pin(block)
+
+    def _forget_copies(self, life: Life) -> None:
+        if life.name not in self.bm.lens:
+            self._unpin(life.away)
+        self.host.free_seq(life.name)
+        life.away = None
+
+    def _give_up_newest(self, step: ReferenceEngineStep) -> None:
+        """It is computed again, and what it keeps here is given back."""
+        request = self.away.pop()
+        request.waiting = []
+        for life in list(request.members):
+            away = life.away
+            count = away.n_tokens + 1
+            request.waiting.append(
+                Life(life.name, request, count, away.prompt, away.pending, away.n_tokens)
+            )
+            self._leave(life)
+            step.preempted.append(life.name)
+            self.counters["preemptions_recompute"] += 1
+        request.came_back = True
+        request.let_a_step_pass = False
+        request.queued_in = step.number
+        self.queue.insert(0, request)
+
+    def _report_swaps(self, step: ReferenceEngineStep, failed: Collection[Hashable]) -> None:
+        """Copies are done; or they failed, and everything is as before the swap."""
+        for request in step.going_out:
+            if request not in self.going_out:
+                continue
+            self.going_out.remove(request)
+            if any(life.name in failed for life in request.members):
+                for life in request.members:
+                    self.host.free_seq(life.name)
+                    life.away = None
+                    self._insert(life)
+                continue
+            for life in request.members:
+                table = self.bm.tables[life.name]
+                life.away.kept_blocks = [table[column] for column in life.away.kept_columns]
+                life.away.pending = life.pending
+                self._pin(life.away)
+                self.bm.free_seq(life.name)
+            self.away.append(request)
+        for request in step.coming_in:
+            lives = [life for life in request.members if life.away is not None]
+            if any(life.name in failed for life in lives):
+                for life in lives:
+                    self._pin(life.away)
+                    self.bm.free_seq(life.name)
+                    self.lives.remove(life)
+                    life.away.is_returning = False
+                self.away.insert(0, request)
+                continue
+            for life in lives:
+                self.host.free_seq(life.name)
+                if life.away.prompt is not None:
+                    self.bm.commit(life.name)  # found again
+                life.away = None
+
     # Admission.
 
     def _under_way(self) -> int:
@@ -548,7 +785,7 @@ class ReferenceEngineScheduler:
         return sum(self._length(life) - life.computed for life in self.lives if life.in_prompt)
 
     def _admit(self, step: ReferenceEngineStep, budget: int) -> None:
-        if step.somebody_yielded:
+        if step.somebody_yielded or self.going_out or self.away:
             return
         left = budget - self._under_way()
         entered: list[ReferencePrompt] = []
@@ -563,7 +800,7 @@ class ReferenceEngineScheduler:
             verdict = self._not_now(head, left)
             reason = verdict[0]
             if reason is Reason.LIVE_ID and any(
-                name in self.bm.lens and self._life(name) is None for name in head.names
+                name in self.bm.lens and self._anywhere(name) is None for name in head.names
             ):
                 # Nothing says when somebody outside the scheduler ends.
                 self._reject(step, head, verdict)
@@ -610,8 +847,9 @@ class ReferenceEngineScheduler:
             self.bm.append_slots(other.name, other.n_tokens - other.computed)
         for life in request.waiting:
             life.entered = self.number
+        request.admitted = self.number
         self.lives += request.waiting
-        request.running = request.waiting
+        request.members = request.waiting
         request.waiting = []
 
     # Prompts.
@@ -656,13 +894,13 @@ class ReferenceEngineScheduler:
         request = life.request
         started = [life]
         for name in request.siblings:
-            if name in self.bm.lens:
+            if name in self.bm.lens or name in self.swapped:
                 step.rejected[name] = (Reason.LIVE_ID, 0, 0, 0, 0)
                 continue
             self.bm.fork(life.name, name)
             child = Life(name, request, life.n_tokens, entered=self.number, in_prompt=False)
             self.lives.append(child)
-            request.running.append(child)
+            request.members.append(child)
             step.forks.append((life, child))
             started.append(child)
         request.siblings = []
@@ -681,6 +919,7 @@ class ReferenceEngineScheduler:
         finished: Collection[Hashable] = (),
         rejected: Sequence[int] | None = None,
         parents: Mapping[Hashable, Hashable] | None = None,
+        swap_failed: Collection[Hashable] = (),
     ) -> list[Hashable]:
         """Of results only those count that are about a life that still goes on."""
         if step.is_reported:
@@ -688,15 +927,16 @@ class ReferenceEngineScheduler:
         assert self.outstanding[0] is step
         self.outstanding.pop(0)
         self._settle(step)
+        self._report_swaps(step, swap_failed)
         for life, start, count in step.chunks:
-            if life in self.lives:
+            if self._is_here(life):
                 self._publish_prompt(life, start + count)
         rejected = rejected or [0] * len(step.decoded)
         told = None if tokens is None else list(tokens)
         for place, life in enumerate(step.decoded):
             kept = step.counts[place] - rejected[place]
             new = None if told is None else [told.pop(0) for _ in range(kept)]
-            if life not in self.lives:
+            if not self._is_here(life):
                 self.counters["ignored_results"] += 1
                 continue
             self.counters["sampled_tokens"] += kept
@@ -707,7 +947,7 @@ class ReferenceEngineScheduler:
             self._publish_decoded(life, new)
         for life in step.sampled[len(step.decoded) :]:
             new = None if told is None else [told.pop(0)]
-            if life not in self.lives:
+            if not self._is_here(life):
                 self.counters["ignored_results"] += 1
                 continue
             self.counters["sampled_tokens"] += 1
@@ -717,12 +957,12 @@ class ReferenceEngineScheduler:
                 life.pending = new[0]
         moved = self._move_beams(parents or {})
         self._slide(step)
-        ended = [life for life in step.may_end if life in self.lives]
+        ended = [life for life in step.may_end if self._is_here(life)]
         ended += [life for life in moved if life not in ended]
         if not self.in_flight:  # drafts may have been rejected, beams may be longer or shorter
             ended = [life for life in ended if self._is_long_enough(life)]
         for name in finished:
-            life = self._life(name)
+            life = self._anywhere(name)
             if life is not None and life not in ended and life.entered <= step.number:
                 ended.append(life)
         ended.sort(key=[*step.sampled, *ended].index)
@@ -776,11 +1016,15 @@ class ReferenceEngineScheduler:
         settled = [
             (life, min(length, self._length(life)))
             for life, length in zip(step.decoded, step.lengths, strict=True)
-            if life in self.lives
+            if self._is_here(life) and life.name in self.bm.lens
         ]
         ends = {life: at + count for life, at, count in step.chunks}
         ends |= {child: ends[parent] for parent, child in step.forks}
-        settled += [(life, length) for life, length in ends.items() if life in self.lives]
+        settled += [
+            (life, length)
+            for life, length in ends.items()
+            if self._is_here(life) and life.name in self.bm.lens
+        ]
         self.bm.release_outside_window(
             self._rows([life for life, _ in settled]),
             [length for _, length in settled],
@@ -801,7 +1045,7 @@ class ReferenceEngineScheduler:
         return ended
 
     def _end(self, name: Hashable) -> bool:
-        life = self._life(name)
+        life = self._anywhere(name)
         if life is not None:
             self._leave(life)
             return True

@@ -31,12 +31,25 @@ class Both:
     """A scheduler and its twin, driven by the same calls and compared after each."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, watermark: int, caching: bool, **options: Any
+        self,
+        num_blocks: int,
+        block_size: int,
+        watermark: int,
+        caching: bool,
+        host_blocks: int = 0,
+        **options: Any,
     ) -> None:
         self.core = BlockManager(num_blocks, block_size, rows=1, columns=1, prefix_caching=caching)
         self.model = ReferenceBlockManager(num_blocks, block_size, prefix_caching=caching)
-        self.scheduler = Scheduler(self.core, watermark, **options)
-        self.twin = ReferenceEngineScheduler(self.model, watermark, **options)
+        self.hosts: tuple[Any, ...] = (None, None)
+        if host_blocks:
+            self.hosts = (
+                BlockManager(host_blocks, block_size),
+                ReferenceBlockManager(host_blocks, block_size),
+            )
+        core_host, model_host = self.hosts
+        self.scheduler = Scheduler(self.core, watermark, host=core_host, **options)
+        self.twin = ReferenceEngineScheduler(self.model, watermark, host=model_host, **options)
         self.flights: list[tuple[Step, ReferenceEngineStep]] = []
         self.uids = Uids()
         self.born = 0
@@ -88,7 +101,7 @@ class Both:
 
     @property
     def is_quiet(self) -> bool:
-        return not (self.flights or self.twin.queue or self.twin.lives)
+        return not (self.flights or self.names())
 
     def plan(self) -> Step:
         expected, step = self.twin.step(), self.scheduler.step()
@@ -107,6 +120,7 @@ class Both:
         tells: bool = True,
         finished: tuple[Hashable, ...] = (),
         parents: dict[Hashable, Hashable] | None = None,
+        failed: tuple[Hashable, ...] = (),
     ) -> list[Hashable]:
         """``choose(n)`` is a number below n: of drafts rejected, and tokens sampled."""
         step, expected = self.flights.pop(0)
@@ -116,7 +130,12 @@ class Both:
         tokens = [choose(3) for _ in range(number)] if tells else None
         drafts = self.twin.each > 1
         ended = self.twin.update(
-            expected, tokens, finished=finished, rejected=rejected, parents=parents
+            expected,
+            tokens,
+            finished=finished,
+            rejected=rejected,
+            parents=parents,
+            swap_failed=failed,
         )
         got = self.scheduler.update(
             step,
@@ -124,6 +143,7 @@ class Both:
             finished=finished,
             rejected=np.array(rejected, np.int64) if drafts else None,
             parents=parents,
+            swap_failed=failed,
         )
         assert got == ended
         assert step.lengths.tolist() == expected.lengths
@@ -133,7 +153,8 @@ class Both:
 
     def names(self) -> list[Hashable]:
         """Everybody of whom anything is left."""
-        names = list(self.twin.running)
+        names = [*self.twin.running, *self.twin.swapped]
+        names += [life.name for request in self.twin.going_out for life in request.members]
         for life in self.twin.lives:
             names += life.request.siblings if life.in_prompt else ()
         for request in self.twin.queue:
@@ -162,6 +183,10 @@ class Both:
         copies = [tuple(pair) for pair in step.copies.tolist()]
         assert sorted(copies) == sorted(expected.copies)
         assert step.preempted == expected.preempted
+        assert step.swapped_out == expected.swapped_out
+        assert step.swapped_in == expected.swapped_in
+        assert sorted(map(tuple, step.swap_out.tolist())) == sorted(expected.swap_out)
+        assert sorted(map(tuple, step.swap_in.tolist())) == sorted(expected.swap_in)
         assert step.stalled == names(expected.stalled)
         assert step.rejected == expected.rejected
         stats = step.stats
@@ -177,10 +202,14 @@ class Both:
             assert [*ids, *request.siblings] == expected.names
             assert isinstance(request, Resumed) == expected.came_back
         assert scheduler.running == twin.running
+        assert scheduler.swapped == twin.swapped
         assert scheduler.counters.as_dict() == twin.counters
-        for seq in [*(name for name, _ in twin.waiting[:2]), *twin.running[-2:]]:
+        for seq in [*(name for name, _ in twin.waiting[:2]), *twin.running[-2:], *twin.swapped]:
             assert self.why(scheduler, seq) == self.why(twin, seq)
         assert snapshot(self.core) == snapshot(self.model)
+        if self.twin.host is not None:
+            core_host, model_host = self.hosts
+            assert snapshot(core_host) == snapshot(model_host)
         if self.model.prefix_caching:
             prefix_snapshot(self.core, self.model, self.uids)
 
@@ -214,6 +243,7 @@ class RandomSystem:
             "draft_tokens": drafts,
             "in_flight": in_flight,
             "window": window,
+            "host_blocks": chance.randint(1, 8) if chance.random() < 0.5 else 0,
             "sink_tokens": chance.choice([0, 1, 3]) if window else 0,
         }
         tokens = blocks * self.settings["block_size"]
@@ -225,6 +255,7 @@ class RandomSystem:
         self.finish_rate = chance.choice([0, 0, 0.1])
         self.hold_rate = chance.choice([0, 0, 0.05, 0.4])
         self.move_rate = chance.choice([0, 0.3])
+        self.fail_rate = chance.choice([0, 0, 0.3])
         self.tells = chance.random() < 0.9
 
     def run(self) -> None:
@@ -268,10 +299,13 @@ class RandomSystem:
             for life in both.flights[0][1].sampled
             if chance.random() < self.finish_rate or both.twin.number > 60
         ]
+        step = both.flights[0][1]
+        moving = [*step.swapped_out, *step.swapped_in]
         both.report(
             chance.randrange,
             tells=self.tells,
             finished=tuple(finished),
+            failed=tuple(name for name in moving if chance.random() < self.fail_rate),
             parents={} if both.twin.in_flight else self.parents(),
         )
 
@@ -279,7 +313,7 @@ class RandomSystem:
         """Some beams go on from others."""
         parents = {}
         for life in self.both.flights[0][1].decoded:
-            others = [one for one in life.request.running if not one.in_prompt]
+            others = [one for one in life.request.members if not one.in_prompt]
             if life in self.both.twin.lives and self.chance.random() < self.move_rate:
                 parents[life.name] = self.chance.choice(others).name
         return parents
