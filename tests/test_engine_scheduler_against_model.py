@@ -23,7 +23,7 @@ from state import Uids, outcome, prefix_snapshot, snapshot
 
 from kvcore import BlockManager, RequestRefused, Resumed, Scheduler, Step
 
-SEEDS = int(os.environ.get("KVCORE_TWIN_SEEDS", "600"))
+SEEDS = int(os.environ.get("KVCORE_TWIN_SEEDS", "400"))
 DEPTH = int(os.environ.get("KVCORE_TWIN_DEPTH", "3"))
 
 
@@ -383,18 +383,24 @@ def call(both: Both, name: str) -> bool:
 
 
 @pytest.mark.parametrize("in_flight", [0, 1])
-@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("with_", ["nothing", "caching", "host"])
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(2, 2), (3, 1), (4, 2)])
-def test_all_short_sequences(
-    num_blocks: int, block_size: int, caching: bool, in_flight: int
-) -> None:
+def test_all_short_sequences(num_blocks: int, block_size: int, with_: str, in_flight: int) -> None:
     """Two requests run; then every sequence of calls, and a few steps for what it led to."""
     done: tuple[str, ...] = ()
     impossible: tuple[str, ...] = ("",)
     for calls in itertools.product(CALLS_IN_FLIGHT if in_flight else CALLS, repeat=DEPTH):
         if calls[: len(impossible)] == impossible:
             continue
-        both = Both(num_blocks, block_size, 0, caching, token_budget=3, in_flight=in_flight)
+        both = Both(
+            num_blocks,
+            block_size,
+            0,
+            with_ == "caching",
+            host_blocks=2 if with_ == "host" else 0,
+            token_budget=3,
+            in_flight=in_flight,
+        )
         both.is_compared = False
         for first in ("add", "add longer", "plan", "report", "plan", "report"):
             call(both, first)
@@ -429,6 +435,7 @@ class EngineStepMachine(RuleBasedStateMachine):
         ahead=st.sampled_from([(0, 0), (0, 0), (1, 0), (2, 0), (0, 1), (0, 3)]),
         max_running=st.sampled_from([None, None, None, 1, 2]),
         partial=st.integers(1, 3),
+        host_blocks=st.sampled_from([0, 0, 2, 8]),
     )
     def begin(
         self,
@@ -440,6 +447,7 @@ class EngineStepMachine(RuleBasedStateMachine):
         ahead: tuple[int, int],
         max_running: int | None,
         partial: int,
+        host_blocks: int,
     ) -> None:
         in_flight, drafts = ahead
         self.both = Both(
@@ -447,6 +455,7 @@ class EngineStepMachine(RuleBasedStateMachine):
             block_size,
             watermark,
             caching,
+            host_blocks,
             token_budget=budget * (1 + drafts),
             max_running=max_running,
             max_partial_prefills=partial,
@@ -496,9 +505,15 @@ class EngineStepMachine(RuleBasedStateMachine):
         if not self.both.flights:
             return
         drawn = itertools.cycle(choices)
-        sampled = [life.name for life in self.both.flights[0][1].sampled]
-        finished = tuple(sampled[: choices[0] % 2]) if ends else ()
-        self.both.report(lambda below: next(drawn) % below, tells=tells, finished=finished)
+        step = self.both.flights[0][1]
+        sampled = [life.name for life in step.sampled]
+        moving = [*step.swapped_out, *step.swapped_in]
+        self.both.report(
+            lambda below: next(drawn) % below,
+            tells=tells,
+            finished=tuple(sampled[: choices[0] % 2]) if ends else (),
+            failed=tuple(moving[: choices[-1] % 2]) if ends else (),
+        )
 
     @rule(act=st.sampled_from(["come", "go", "pin", "unpin", "evict", "reset"]), size=number)
     def outside(self, act: str, size: int) -> None:
