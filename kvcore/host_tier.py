@@ -114,9 +114,13 @@ class HostTier:
         """Give back what was copied to the host: the copies are there."""
         away = self._away[seq]
         # Since then a window may have given some of them back.
-        kept_blocks = np.asarray(self.bm.tables[seq])[away.kept].tolist()
+        table = np.asarray(self.bm.tables[seq])
+        kept_blocks = table[away.kept].tolist()
+        prompt = away.prompt
+        if prompt is not None:  # and a step that was in flight may have told more
+            prompt = None if (table < 0).any() else self.bm.prompt_of(seq)
         self._end_table(seq, kept_blocks)
-        away.pending, away.kept_blocks = pending, kept_blocks
+        away.pending, away.kept_blocks, away.prompt = pending, kept_blocks, prompt
 
     def cancel_out(self, seq: Hashable) -> None:
         """Leave the sequence where it was: the copies to the host failed."""

@@ -291,6 +291,8 @@ class Preemption:
             return Member(seq, length, prompt, UNKNOWN_TOKEN, length)
         if seq in self.roster.prefilling:
             came = self.roster.by_seq[seq].member(seq)
+            if came.prompt is not None and (prompt is None or len(prompt) < len(came.prompt)):
+                prompt = came.prompt  # of a fork, the table has only what it shares as yet
             lost = max(self.roster.prefilling[seq], came.lost)
             return Member(seq, length, prompt, came.pending, lost)
         outstanding = sum(

@@ -385,9 +385,17 @@ class ReferenceEngineScheduler:
             if name in [life.name for life in request.members]:
                 needed = self._blocks_to_return(request)
                 return Reason.SWAPPED, needed, self.bm.num_available, place, 0
+        moving = [life for request in self.going_out for life in request.members]
+        moving += [life for life in self.lives if life.away is not None]
+        if name in [life.name for life in moving]:
+            return Reason.SWAPPING, 0, self.bm.num_available, 0, 0
         for place, request in enumerate(self.queue):
             if name in request.names:
-                decodes = [life for life in self.lives if not life.in_prompt and not life.at_limit]
+                decodes = [
+                    life
+                    for life in self.lives
+                    if not life.in_prompt and not life.at_limit and life.away is None
+                ]
                 left = self.token_budget - self.each * len(decodes) - self._under_way()
                 reason, needed, available, _, reserve = self._never(request) or self._not_now(
                     request, left
@@ -595,6 +603,8 @@ class ReferenceEngineScheduler:
             prompt = self.bm.prompt_of(life.name)
         length = self._length(life)
         if life.in_prompt:
+            if life.prompt is not None and (prompt is None or len(prompt) < len(life.prompt)):
+                prompt = life.prompt
             lost = max(life.lost, life.computed)
             return Life(life.name, life.request, length, prompt, life.brought, lost)
         unreported = sum(life in step.sampled for step in self.outstanding)
@@ -758,6 +768,9 @@ class ReferenceEngineScheduler:
             for life in request.members:
                 table = self.bm.tables[life.name]
                 life.away.kept_blocks = [table[column] for column in life.away.kept_columns]
+                if life.away.prompt is not None:
+                    known = None if HOLE in table else self.bm.prompt_of(life.name)
+                    life.away.prompt = known
                 life.away.pending = life.pending
                 self._pin(life.away)
                 self.bm.free_seq(life.name)
