@@ -250,19 +250,21 @@ cdef inline void write_held(
     """The ``count`` pages of a row that are there, one after the other."""
     cdef const int32_t *cells = table_of(&batch.slab, batch.rows[entry])
     cdef int64_t written = 0, of_run
-    cdef int32_t start = 0, stop
+    cdef int64_t blocks = (count + pages.expand - 1) // pages.expand
+    cdef int64_t start = 0, stop
     if not batch.has_holes:
         write_pages(cells, count, False, pages, out)
         return
-    while written < count:
+    while blocks > 0:
         while cells[start] < 0:
             start += 1
         stop = start + 1
-        while (stop - start) * pages.expand < count - written and cells[stop] >= 0:
+        while stop < start + blocks and cells[stop] >= 0:
             stop += 1
         of_run = min((stop - start) * pages.expand, count - written)
         write_pages(cells + start, of_run, False, pages, out + written)
         written += of_run
+        blocks -= stop - start
         start = stop
 
 
