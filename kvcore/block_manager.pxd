@@ -11,7 +11,8 @@
 #   known     leading tokens whose ids the index has in the records of their blocks
 #   published leading blocks that have been published or were found; CLOSED when the
 #             sequence may publish nothing more, for what it builds on was forgotten
-#   eras      the index's era in which the sequence began: in another it publishes nothing
+#   eras      the index's era in which the sequence began: in another it publishes nothing;
+#             NO_ERA if its namespace is not known
 #   roots     the key of its namespace, referred to
 #   cut_columns
 #             from this column on it publishes nothing: an item of media may be cut there
@@ -37,6 +38,7 @@ from kvcore.prefix_index cimport PrefixIndex, Prompt, index_t
 
 cdef enum:
     CLOSED = -1
+    NO_ERA = -1
     UNCUT = 2147483647
     NUM_OF_PREFIXES = 5  # quantities of a row that only prefix caching needs
 

@@ -1879,7 +1879,8 @@ cdef class BlockManager:
         tokens : Prompt, optional
             Its known tokens, as ``prompt_of`` gave them before: they are known again, but
             nothing is matched, and nothing published before ``commit`` says that it is
-            settled.
+            settled. Without them it never publishes anything: nothing says in which
+            namespace its data was computed.
 
         Returns
         -------
@@ -1969,6 +1970,8 @@ cdef class BlockManager:
             self.has_restored |= count > 0
             if prompt is not None:
                 self.write_restored(row, prompt, column, count)
+            elif self.contents != NULL:
+                self.eras[row] = NO_ERA
             self.counts[SEQUENCES_ALLOCATED] += 1
             return fresh
 
@@ -2642,7 +2645,8 @@ cdef class BlockManager:
         """The known tokens of a live sequence as a ``Prompt``, in its namespace.
 
         For a sequence that will be freed and come back: what was hashed is not hashed
-        again. O(tokens). ``ValueError`` without prefix caching.
+        again. O(tokens). ``ValueError`` without prefix caching, where a window has given
+        some of them back, and if ``restore`` was not told them.
         """
         cdef Prompt prompt = Prompt.__new__(Prompt)
         cdef dict keys = {}
@@ -2653,6 +2657,8 @@ cdef class BlockManager:
             raise ValueError("prefix_caching is off: no tokens are known")
         with cython.critical_section(self.pool):
             row = self.find(seq)
+            if self.eras[row] == NO_ERA:
+                raise ValueError(f"{seq!r} was restored without its tokens")
             self.check_no_hole(row, 0, self.known_tokens[row])
             prompt.index = self.prefix
             prompt.allocate(self.known_tokens[row])
@@ -3166,12 +3172,14 @@ cdef class BlockManager:
             return 0
         for column in range(max(published, 0)):
             block = cells[column]
-            if block == HOLE or (column and cells[column - 1] == HOLE):
+            if block == HOLE:
                 continue
             if record_of(contents, block).uid == 0:
                 if record_of(contents, block).parent != BARRED:
                     raise InvariantError("I6", block, f"was published by row {row} and is not now")
                 return 0
+            if column and cells[column - 1] == HOLE:
+                continue
             if record_of(contents, block).parent != (
                 record_of(contents, cells[column - 1]).uid if column else 0
             ):

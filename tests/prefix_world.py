@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from reference_model import ReferenceBlockManager, ReferencePool
+from reference_model import HOLE, NO_ERA, ReferenceBlockManager, ReferencePool
 from state import (
     IndexMirror,
     Mirror,
@@ -304,9 +304,81 @@ class PrefixWorld:
             self.texts[self.name(seq)] = self.texts[self.name(seq)].first(n_tokens)
             del self.memory.tokens[self.name(seq)][n_tokens:]
 
+    def has_holes(self, seq: Hashable) -> bool:
+        return HOLE in self.model.block_ids[seq]
+
+    def can_be_told(self, seq: Hashable) -> bool:
+        """Whether there is a prompt of it."""
+        return not self.has_holes(seq) and self.model.knowledge[seq].era != NO_ERA
+
+    def slide(self, chance: random.Random) -> None:
+        """A window gives back what is settled and out of its sight."""
+        seqs = [seq for seq in self.model if chance.random() < 0.3]
+        window, sinks = chance.randint(1, 2 * self.size), chance.choice([0, 0, 1, self.size])
+        lengths = [max(0, self.model.lens[seq] - chance.randint(0, 2)) for seq in seqs]
+        result = self.both(
+            lambda model: model.release_outside_window(model.rows(seqs), lengths, window, sinks),
+            lambda core: core.release_outside_window(
+                core.rows(seqs), np.array(lengths, np.int32), window, sinks
+            ),
+        )
+        self.happened("given back by a window", result[1])
+
+    def swap(self, chance: random.Random) -> None:
+        """Out, with a copy of what it has for itself, and in again, with what was known.
+
+        In between the index may forget what the sequence has published or built on.
+        """
+        seq = self.pick(chance, live=True)
+        moved = self.both(lambda manager: manager.exclusive_blocks(seq))
+        if moved[0] != "returned":
+            return
+        table, length = list(self.model.block_ids[seq]), self.model.lens[seq]
+        text, contents = self.texts[self.name(seq)], self.memory.tokens[self.name(seq)]
+        kept = [column for column in range(len(table)) if column not in moved[1]]
+        blocks = [table[column] for column in kept]
+        pinned = [block for block in blocks if block != HOLE]
+        prompt = model_prompt = None
+        if self.model.prefix_caching and self.can_be_told(seq) and chance.random() < 0.9:
+            prompt, model_prompt = self.core.prompt_of(seq), self.model.prompt_of(seq)
+        data = [
+            [self.memory.contents.get((table[column], offset)) for offset in range(self.size)]
+            for column in moved[1]
+        ]
+        for block in pinned:
+            self.both(lambda manager, block=block: manager.pin(block))
+        self.both(lambda manager: manager.free_seq(seq))
+        del self.texts[self.name(seq)], self.memory.tokens[self.name(seq)]
+        self.past.append(text)
+        if self.model.prefix_caching:
+            for verb in ("reset", "forget", "evict"):
+                if chance.random() < 0.15:
+                    getattr(self, verb)(chance)
+        self.equal()
+        result = self.both(
+            lambda model: model.restore(seq, length, kept, blocks, tokens=model_prompt),
+            lambda core: core.restore(seq, length, np.array(kept, np.int64), blocks, tokens=prompt),
+        )
+        for block in pinned:
+            self.both(lambda manager, block=block: manager.unpin(block))
+        if result[0] != "returned":
+            return
+        self.texts[self.name(seq)] = text
+        self.memory.begin(self.name(seq), contents)
+        for block, numbers in zip(result[1], data, strict=True):
+            for offset, number in enumerate(numbers):
+                if number is not None:
+                    self.memory.contents[block, offset] = number
+        self.happened("restored")
+        self.happened("restored around blocks that stayed", len(pinned) > 0)
+        if self.model.prefix_caching and chance.random() < 0.7:
+            # It says again what is settled: all that was.
+            published = self.both(lambda manager: manager.commit(seq))
+            self.happened("published that were restored", published[1])
+
     def preempt_one(self, chance: random.Random) -> None:
         seq = self.pick(chance, live=True)
-        if seq in self.model:
+        if seq in self.model and self.can_be_told(seq):
             self.preempt(seq)
 
     def preempt(self, seq: Hashable) -> None:
@@ -334,7 +406,11 @@ class PrefixWorld:
     def cut_media(self, chance: random.Random) -> None:
         """Text in the place of the end of a picture, with the same ids as that had."""
         live = {seq: self.texts[self.name(seq)] for seq in self.model}
-        seqs = [seq for seq, text in live.items() if any(i.stop - i.start > 1 for i in text.media)]
+        seqs = [
+            seq
+            for seq, text in live.items()
+            if any(i.stop - i.start > 1 for i in text.media) and self.can_be_told(seq)
+        ]
         if not seqs:
             return
         seq = chance.choice(seqs)
@@ -353,6 +429,7 @@ class PrefixWorld:
             new = self.texts[self.name(seq)].tokens[self.model.known(seq) :]
             self.both(lambda manager: manager.commit(seq, new))
             self.happened("pictures cut")
+            self.equal()  # also learns the numbers of what was published
             if chance.random() < 0.5:
                 self.preempt(seq)
 
@@ -435,7 +512,7 @@ class PrefixWorld:
         for seq, other in itertools.permutations(model, 2):
             for position in range(model.known(seq), min(model.lens[seq], model.known(other))):
                 column = position // self.size
-                if model.tables[seq][column] == model.tables[other][column]:
+                if model.tables[seq][column] == model.tables[other][column] != HOLE:
                     contradictions.append((seq, position))
         if contradictions:
             seq, position = chance.choice(contradictions)
@@ -557,7 +634,7 @@ class PrefixWorld:
             lambda core: core.match(prompt),
         )
         seq = self.pick(chance, live=True)
-        if seq in self.model:
+        if seq in self.model and self.can_be_told(seq):
             prompt, model_prompt = self.core.prompt_of(seq), self.model.prompt_of(seq)
             assert prompt.tokens.tolist() == model_prompt.tokens
             self.both(lambda model: model.match(model_prompt), lambda core: core.match(prompt))
@@ -565,7 +642,7 @@ class PrefixWorld:
             contents = self.memory.tokens[self.name(seq)][: len(model_prompt)]
             self.prompts.append((prompt, model_prompt, told, contents))
         else:
-            self.both(lambda manager: manager.prompt_of(seq))
+            self.both(lambda manager: len(manager.prompt_of(seq)))
 
     # ---------------------------------------------------------------- holders
 
@@ -724,6 +801,8 @@ class PrefixWorld:
         *["truncate"] * 2,
         *["cut_media"] * 2,
         *["preempt_one"] * 2,
+        *["swap"] * 2,
+        "slide",
         *["fork"] * 3,
         "reorder",
         *["free_seq"] * 13,
@@ -750,7 +829,7 @@ class PrefixWorld:
     # Of a manager that knows no prefixes.
     plain_verbs = frozenset(
         ["allocate", "append_slots", "append_batch", "truncate", "fork", "reorder", "free_seq"]
-    ).union(fence_verbs)
+    ).union(["slide", "swap"], fence_verbs)
 
     def do(self, verb: str, number: int, which: int = 0) -> None:
         self.use(which)

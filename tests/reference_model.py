@@ -47,6 +47,8 @@ LARGEST_COUNT = 2**31 - 1
 LARGEST_TOKEN = 2**31 - 1
 HOLE = -1
 """In a table, instead of a block that a window has given back."""
+NO_ERA = -1
+"""Of a sequence that was restored without its tokens: nobody knows its namespace."""
 
 MediaParts = tuple[tuple[bytes, int, int], ...]
 """Of the media that a block touches: digest, offset from the block, length."""
@@ -598,6 +600,8 @@ class ReferenceBlockManager:
     def prompt_of(self, seq: Hashable) -> ReferencePrompt:
         assert self.index is not None
         knows = self.knowledge[self._live(seq)]
+        if knows.era == NO_ERA:
+            raise ValueError(f"{seq!r} was restored without its tokens")
         self._no_hole(seq, 0, len(knows.tokens))
         blocks = blocks_for(len(knows.tokens), self.block_size)
         media = {column: parts for column, parts in knows.media.items() if column < blocks}
@@ -980,7 +984,7 @@ class ReferenceBlockManager:
         self._begin(seq, table, n_tokens)
         self.counters[Counter.SEQUENCES_ALLOCATED] += 1
         if self.prefix_caching:
-            self.knowledge[seq] = Knowledge([], b"", {}, self.index.era, 0)
+            self.knowledge[seq] = Knowledge([], b"", {}, NO_ERA, 0)
         if tokens is not None:
             self.knowledge[seq] = Knowledge(
                 list(tokens.tokens),
@@ -1003,8 +1007,9 @@ class ReferenceBlockManager:
         if block in self.index.nodes:
             contents.append((self.index.nodes[block].key, self.index.nodes[block].tokens))
         for other, table in self.block_ids.items():
-            if table[column : column + 1] == [block]:
-                known = self.knowledge[other]
+            known = self.knowledge[other]
+            # Who was restored without its tokens has no key to say.
+            if table[column : column + 1] == [block] and known.era != NO_ERA:
                 before = known.namespace if column == 0 else b""
                 noted = known.tokens[column * size : (column + 1) * size]
                 contents.append(((before, known.media.get(column, ())), tuple(noted)))

@@ -27,3 +27,16 @@ def test_of_the_only_holders_of_a_tail_the_last_copies_only_while_a_step_is_in_f
     assert bm.append_batch(rows, np.zeros(3, np.int64))[0] == 3
     assert bm.counters[Counter.BLOCKS_TAKEN] - before == plan.needed
     bm.check()
+
+
+@pytest.mark.parametrize("counts", [None, [1], [2**31 - 1]], ids=repr)
+def test_a_sequence_of_the_largest_length_is_said_to_grow_no_more(counts: list[int] | None) -> None:
+    """Lengths are int32: one token more would be a negative one."""
+    bm = BlockManager(4, 2**30)
+    bm.allocate("a", 2**31 - 1)
+    given = None if counts is None else np.array(counts, np.int32)
+    name = "rows" if counts is None else "counts"
+    with pytest.raises(ValueError, match=f"{name}: a sequence cannot grow past 2147483647 tokens"):
+        bm.plan_append(bm.rows(["a"]), given)
+    bm.truncate("a", 2**31 - 2)
+    assert bm.plan_append(bm.rows(["a"]), np.array([1], np.int32)) == (0, 2, 0)

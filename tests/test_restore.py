@@ -42,6 +42,24 @@ def test_what_was_written_before_a_reset_is_not_published_after_it() -> None:
     bm.check()
 
 
+def test_what_came_back_without_its_tokens_is_never_published() -> None:
+    """Nothing says in which namespace it was computed: another would find it."""
+    bm = BlockManager(12, 2, prefix_caching=True)
+    bm.allocate("a", tokens=[1, 2, 3], namespace="tenant")
+    bm.free_seq("a")
+    bm.restore("a", 3, [], [])
+    bm.fork("a", "child")
+    for seq in ("a", "child"):
+        assert bm.commit(seq, [1, 2, 3]) == 0
+        assert bm.published(seq) == 0
+        with pytest.raises(ValueError, match=f"'{seq}' was restored without its tokens"):
+            bm.prompt_of(seq)
+        for namespace in (None, "tenant"):
+            assert bm.match([1, 2, 3], namespace=namespace) == 0
+    assert bm.tokens("a").tolist() == [1, 2, 3]
+    bm.check()
+
+
 BAD: dict[str, tuple[tuple[Any, ...], type[Exception]]] = {
     "live": (("a", 4, [], []), ValueError),
     "negative": (("new", -1, [], []), ValueError),

@@ -87,6 +87,17 @@ def test_what_follows_a_hole_is_not_published() -> None:
     bm.check()
 
 
+def test_a_block_after_a_hole_may_be_forgotten() -> None:
+    """What came after it in the table does not follow it any more, and that is no fault."""
+    bm = BlockManager(12, 2, prefix_caching=True)
+    bm.allocate("a", tokens=range(9))
+    bm.commit("a")
+    assert bm.release_outside_window(bm.rows(["a"]), int32(5), 3, 2) == 0
+    assert bm.release_outside_window(bm.rows(["a"]), int32(6), 3, 2) == 1
+    bm.pool.forget(bm.tables["a"][2])
+    bm.check()
+
+
 def test_a_step_in_flight_holds_what_the_window_gives_back() -> None:
     bm = BlockManager(12, 2)
     bm.allocate("a", 10)
