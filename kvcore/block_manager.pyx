@@ -3098,6 +3098,7 @@ cdef class BlockManager:
         cdef int32_t row, column, block, length
         cdef int64_t i, live = 0, binding = 0
         cdef cnp.ndarray owned = int32_zeros(self.num_rows)
+        cdef cnp.ndarray last_row = int32_zeros(num_blocks)  # and one, that each block stands in
         for seq, number in self.rows_by_seq.items():
             row = number
             if not 0 <= row < self.num_rows or int32_data(owned)[row]:
@@ -3134,6 +3135,9 @@ cdef class BlockManager:
                     continue
                 if not 0 <= block < num_blocks:
                     raise InvariantError("I2", block, f"no block, in row {row} column {column}")
+                if int32_data(last_row)[block] == row + 1:
+                    raise InvariantError("I3", block, f"stands twice in row {row}")
+                int32_data(last_row)[block] = row + 1
                 held[block] += 1
             if self.contents != NULL:
                 self.check_content(row)

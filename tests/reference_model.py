@@ -396,8 +396,11 @@ class ReferencePool:
         for block, count in enumerate(self._pins):
             holders[block] += count
         for manager in self.managers:
-            for table in manager.block_ids.values():
-                holders.update(block for block in table if block != HOLE)
+            for seq, table in manager.block_ids.items():
+                blocks = [block for block in table if block != HOLE]
+                if len(set(blocks)) != len(blocks):
+                    raise InvariantError("I3", None, f"{seq!r} has a block twice")
+                holders.update(blocks)
             holders.update(block for _, block in manager.held)
         for block in range(self.num_blocks):
             if self.ref[block] != holders[block]:

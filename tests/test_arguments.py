@@ -62,6 +62,12 @@ def world() -> World:
     return new_world()
 
 
+# A and B.
+ROWS, OUT = np.array([0, 1], np.int32), np.zeros(2, np.int64)
+LENGTHS = np.array([8, 7], np.int32)
+COUNTS = np.array([1, 1], np.int32)
+
+
 class IntegerArgument(NamedTuple):
     """``call(world, value)`` passes ``value``; ``minimum`` and ``maximum`` are allowed.
 
@@ -124,6 +130,21 @@ INTEGERS = {
     "slots start": IntegerArgument("start", lambda w, v: w.bm.slots("A", v).tolist(), 0, 10, 3),
     "slots stop": IntegerArgument(
         "stop", lambda w, v: w.bm.slots("A", 0, v).tolist(), 0, 10, 3, none_is_default=True
+    ),
+    "restore n_tokens": IntegerArgument(
+        "n_tokens", lambda w, v: w.bm.restore("new", v, [], []).tolist(), 0, INT32_MAX, 3
+    ),
+    "restore columns": IntegerArgument(
+        "columns", lambda w, v: w.bm.restore("new", 10, [v], [2]).tolist(), 0, 2, 2
+    ),
+    "restore blocks": IntegerArgument(
+        "blocks", lambda w, v: w.bm.restore("new", 10, [2], [v]).tolist(), 0, NUM_BLOCKS - 1, 2
+    ),
+    "release_outside_window window": IntegerArgument(
+        "window", lambda w, v: w.bm.release_outside_window(ROWS, LENGTHS, v), 1, INT32_MAX, 3
+    ),
+    "release_outside_window sinks": IntegerArgument(
+        "sinks", lambda w, v: w.bm.release_outside_window(ROWS, LENGTHS, 1, v), 0, INT32_MAX, 3
     ),
     "settle": IntegerArgument("step", lambda w, v: w.bm.settle(v), 1, 1, 1),
     "Scheduler watermark_blocks": IntegerArgument(
@@ -281,6 +302,7 @@ CALLS_ON_A_LIVE_ID: dict[str, Callable[[World, Any], object]] = {
     "reorder seqs": lambda w, seq: w.bm.reorder(["A", seq], ["B", "A"]),
     "reorder parents": lambda w, seq: w.bm.reorder(["A", "B"], ["B", seq]),
     "free_seq": lambda w, seq: w.bm.free_seq(seq),
+    "exclusive_blocks": lambda w, seq: w.bm.exclusive_blocks(seq),
     "length": lambda w, seq: w.bm.length(seq),
     "table": lambda w, seq: w.bm.table(seq),
     "row": lambda w, seq: w.bm.row(seq),
@@ -294,6 +316,7 @@ CALLS_ON_A_LIVE_ID: dict[str, Callable[[World, Any], object]] = {
 CALLS_THAT_CREATE_AN_ID: dict[str, Callable[[World, Any], object]] = {
     "allocate": lambda w, seq: w.bm.allocate(seq, 1),
     "fork": lambda w, seq: w.bm.fork("A", seq),
+    "restore": lambda w, seq: w.bm.restore(seq, 4, [0], [0]),
     "add": lambda w, seq: w.scheduler.add(seq, 1),
     "Scheduler.fork": lambda w, seq: w.scheduler.fork("R", seq),
 }
@@ -386,7 +409,6 @@ def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array
 
 
-ROWS, OUT = np.array([0, 1], np.int32), np.zeros(2, np.int64)
 BAD_BATCHES: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "rows list": ([0, 1], OUT, TypeError, "rows"),
     "rows None": (None, OUT, TypeError, "rows"),
@@ -447,6 +469,157 @@ def test_rows_and_out_in_the_same_memory_are_refused(world: World, shift: int) -
         world.bm.append_batch(rows, out)
         return
     refused(ValueError, lambda: world.bm.append_batch(rows, out), "out", unchanged=world.state)
+
+
+class ArrayArgument(NamedTuple):
+    """``call(world, array)`` passes ``array``, of int32, with an entry for each of two rows."""
+
+    name: str
+    call: Callable[[World, Any], object]
+    none_is_default: bool = False
+
+
+ROW_ARGUMENTS = {
+    "plan_append": ArrayArgument("rows", lambda w, rows: w.bm.plan_append(rows)),
+    "append_batch with counts": ArrayArgument(
+        "rows", lambda w, rows: w.bm.append_batch(rows, np.zeros(9, np.int64), COUNTS)
+    ),
+    "truncate_batch": ArrayArgument("rows", lambda w, rows: w.bm.truncate_batch(rows, LENGTHS)),
+    "release_outside_window": ArrayArgument(
+        "rows", lambda w, rows: w.bm.release_outside_window(rows, LENGTHS, 1)
+    ),
+    "lengths_of": ArrayArgument("rows", lambda w, rows: w.bm.lengths_of(rows)),
+}
+WITHOUT = ArrayArgument(
+    "without", lambda w, rows: w.bm.plan_append(ROWS[:0], without=rows), none_is_default=True
+)
+# Those with an entry for each row.
+NUMBER_ARGUMENTS = {
+    "append_batch": ArrayArgument(
+        "counts",
+        lambda w, counts: w.bm.append_batch(ROWS, np.zeros(9, np.int64), counts),
+        none_is_default=True,
+    ),
+    "plan_append": ArrayArgument(
+        "counts", lambda w, counts: w.bm.plan_append(ROWS, counts), none_is_default=True
+    ),
+    "truncate_batch": ArrayArgument("lengths", lambda w, n: w.bm.truncate_batch(ROWS, n)),
+    "release_outside_window": ArrayArgument(
+        "lengths", lambda w, n: w.bm.release_outside_window(ROWS, n, 1)
+    ),
+}
+ALL_ROW_ARGUMENTS = {**ROW_ARGUMENTS, "plan_append without": WITHOUT}
+ARRAY_ARGUMENTS = {
+    **{f"{call} rows": argument for call, argument in ALL_ROW_ARGUMENTS.items()},
+    **{f"{call} {each.name}": each for call, each in NUMBER_ARGUMENTS.items()},
+}
+NOT_ARRAYS: dict[str, tuple[Any, type[Exception]]] = {
+    "list": ([0, 1], TypeError),
+    "None": (None, TypeError),
+    "int64": (COUNTS.astype(np.int64), TypeError),
+    "int16": (COUNTS.astype(np.int16), TypeError),
+    "uint32": (COUNTS.astype(np.uint32), TypeError),
+    "float": (COUNTS.astype(np.float32), TypeError),
+    "object": (COUNTS.astype(object), TypeError),
+    "bool": (COUNTS.astype(bool), TypeError),
+    "other byte order": (COUNTS.astype(COUNTS.dtype.newbyteorder()), ValueError),
+    "2-D": (COUNTS.reshape(1, 2), ValueError),
+    "0-D": (np.array(0, np.int32), ValueError),
+    "strided": (np.array([1, 0, 0, 0], np.int32)[::2], ValueError),
+    "reversed": (ROWS[::-1], ValueError),
+}
+
+
+@pytest.mark.parametrize("argument", ARRAY_ARGUMENTS.values(), ids=list(ARRAY_ARGUMENTS))
+@pytest.mark.parametrize(("array", "error"), NOT_ARRAYS.values(), ids=list(NOT_ARRAYS))
+def test_what_is_no_array_of_int32_is_an_error_that_names_the_argument(
+    world: World, argument: ArrayArgument, array: Any, error: type[Exception]
+) -> None:
+    if array is None and argument.none_is_default:
+        argument.call(world, None)
+        return
+    refused(error, lambda: argument.call(world, array), argument.name, unchanged=world.state)
+
+
+@pytest.mark.parametrize("argument", ALL_ROW_ARGUMENTS.values(), ids=list(ALL_ROW_ARGUMENTS))
+@pytest.mark.parametrize("row", [5, -1, 10**6, INT32_MAX, -(2**31)])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_row_of_nobody_is_named_with_its_place(
+    world: World, argument: ArrayArgument, row: int, place: int
+) -> None:
+    rows = np.roll(np.array([row, 0], np.int32), place)
+    named = f"{argument.name}: entry {place} is {row}"
+    refused(ValueError, lambda: argument.call(world, rows), named, unchanged=world.state)
+
+
+@pytest.mark.parametrize("call", ["plan_append", "truncate_batch", "plan_append without"])
+def test_a_row_named_twice_is_refused_where_it_would_have_no_meaning(
+    world: World, call: str
+) -> None:
+    argument, rows = ALL_ROW_ARGUMENTS[call], np.array([1, 1], np.int32)
+    named = f"{argument.name}: row 1 is named twice"
+    refused(ValueError, lambda: argument.call(world, rows), named, unchanged=world.state)
+    if argument is WITHOUT:
+        both = partial(world.bm.plan_append, ROWS, without=ROWS[1:])
+        refused(ValueError, both, named, unchanged=world.state)
+
+
+BAD_NUMBERS = {  # A has 10 tokens and B has 8
+    "counts": [
+        ([], "counts has 0 entries for 2 rows"),
+        ([1], "counts has 1 entries for 2 rows"),
+        ([1, 1, 1], "counts has 3 entries for 2 rows"),
+        ([1, 0], "counts: entry 1 must be at least 1, got 0"),
+        ([-(2**31), 1], f"counts: entry 0 must be at least 1, got {-(2**31)}"),
+    ],
+    "lengths": [
+        ([], "lengths has 0 entries for 2 rows"),
+        ([1], "lengths has 1 entries for 2 rows"),
+        ([1, 1, 1], "lengths has 3 entries for 2 rows"),
+        ([11, 1], "lengths: entry 0 is 11, but its row has 10 tokens"),
+        ([1, 9], "lengths: entry 1 is 9, but its row has 8 tokens"),
+        ([1, -1], "lengths: entry 1 is -1"),
+    ],
+}
+
+
+@pytest.mark.parametrize("argument", NUMBER_ARGUMENTS.values(), ids=list(NUMBER_ARGUMENTS))
+def test_numbers_for_rows_are_as_many_as_the_rows_and_in_range(
+    world: World, argument: ArrayArgument
+) -> None:
+    for numbers, named in BAD_NUMBERS[argument.name]:
+        call = partial(argument.call, world, np.array(numbers, np.int32))
+        refused(ValueError, call, named, unchanged=world.state)
+
+
+def test_counts_past_the_largest_length_and_past_out_are_refused(world: World) -> None:
+    most = np.array([1, INT32_MAX], np.int32)
+    refused(
+        ValueError,
+        lambda: world.bm.plan_append(ROWS, most),
+        "counts: a sequence cannot grow past",
+        INT32_MAX,
+        unchanged=world.state,
+    )
+    refused(
+        ValueError,
+        lambda: world.bm.append_batch(ROWS, OUT, most),
+        f"out has 2 entries for {2**31} tokens",
+        unchanged=world.state,
+    )
+
+
+@pytest.mark.parametrize("shift", [-4, 0, 8])
+def test_counts_and_out_in_the_same_memory_are_refused(world: World, shift: int) -> None:
+    memory = np.zeros(64, np.uint8)
+    out, counts = memory[16:32].view(np.int64), memory[16 + shift : 24 + shift].view(np.int32)
+    counts[:] = 1
+    refused(
+        ValueError,
+        lambda: world.bm.append_batch(ROWS, out, counts),
+        "out must not overlap counts in memory",
+        unchanged=world.state,
+    )
 
 
 BAD_BLOCK_LISTS: dict[str, tuple[Any, type[Exception]]] = {

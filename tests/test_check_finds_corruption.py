@@ -132,7 +132,6 @@ free_place = -1  # the last of the free list is the last of the ring here
         (cell("ref", 8, value=1), "I1", 8),
         (cell("ref", 9, value=-1), "I1", 9),
         (cell("tables", "b", 1, value=1), "I1", 1),
-        (cell("tables", "a", 1, value=0), "I1", 0),
         (cell("tables", "a", 1, value=8), "I1", 1),
         (cell("pins", 3, value=0), "I1", 3),
         (cell("pins", 3, value=2), "I1", 3),
@@ -140,6 +139,8 @@ free_place = -1  # the last of the free list is the last of the ring here
         (cell("fenced", 0, value=3), "I1", 3),
         (cell("fenced", 0, value=10), "I1", 10),
         (cell("fenced", 0, value=-1), "I1", -1),
+        # I3: no write lands where another token is
+        (cell("tables", "a", 1, value=0), "I3", 0),
         # I2: a table holds exactly ceil(length / block_size) blocks
         (cell("lengths", "a", value=4), "I1", 1),
         (cell("lengths", "a", value=0), "I1", 0),
@@ -239,7 +240,7 @@ class Sharing:
 
     def __init__(self, hash_bits: int, eviction: EvictionPolicy | None = None) -> None:
         self.pool = pool = BlockPool(14, eviction=eviction)
-        self.index = index = PrefixIndex(pool, 4, hash_bits=hash_bits)
+        self.index = PrefixIndex(pool, 4, hash_bits=hash_bits)
         self.bm = bm = BlockManager(14, 4, pool=pool, prefix_caching=True, rows=6)
         ten = list(range(10, 20))
         for seq in ("a", "b"):
@@ -255,10 +256,15 @@ class Sharing:
         more = [*ten[:8], 30, 31, 32, 33, 34]
         bm.allocate("c", tokens=more, namespace="salt", media=[Media(9, 11, b"picture")])
         bm.commit("c")
+        self.find_arrays()
+        self.assert_as_described()
+
+    def find_arrays(self) -> None:
+        bm = self.bm
         self.rows = {seq: bm.row(seq) for seq in bm}
         links, self.contents, self.keys = (
             [writable(held) for held in group]
-            for holder in (pool, index)
+            for holder in (self.pool, self.index)
             for group in gc.get_referents(holder)
             if isinstance(group, tuple)
         )
@@ -274,9 +280,8 @@ class Sharing:
         ]
         self.known, self.published, self.eras, self.roots, self.cuts = writable(by_row)
         self.keys_by_number = next(
-            held for held in gc.get_referents(index) if isinstance(held, list) and b"" in held
+            held for held in gc.get_referents(self.index) if isinstance(held, list) and b"" in held
         )
-        self.assert_as_described()
 
     def assert_as_described(self) -> None:
         bm = self.bm
@@ -372,6 +377,119 @@ def test_a_content_that_is_not_what_it_was_is_named(
 ) -> None:
     """The hash, which only finds candidates elsewhere, is the witness here."""
     assert_named(Sharing(hash_bits=61), damage, invariant, block)
+
+
+class Windowed(Sharing):
+    """Tables with holes, and such that were put together again.
+
+    ======= ==================== ================================================
+    block   state                because
+    ======= ==================== ================================================
+    0       used                 "a": content 1, which the window sees as a sink
+    1       evictable            "a": content 2, which the window has given back
+    2       used, twice          "a" and "c": content 3
+    3, 4    used                 "a": content 4, and its tail
+    5       used                 "b": content 5, which stayed when it was swapped out
+    6       evictable            "b": content 6, before that
+    8, 9    used                 "b": what came back, not published; its tail
+    10      used                 the tail of "c", of which no token is known
+    7, 11 … free
+    ======= ==================== ================================================
+    """
+
+    def __init__(self) -> None:
+        self.pool = pool = BlockPool(16)
+        self.index = PrefixIndex(pool, 4, hash_bits=0)
+        self.bm = bm = BlockManager(16, 4, pool=pool, prefix_caching=True, rows=6)
+        bm.allocate("a", tokens=range(18))
+        bm.commit("a")
+        bm.release_outside_window(bm.rows(["a"]), np.array([12], np.int32), 5, 1)
+        bm.allocate("b", tokens=range(100, 111), namespace="salt")
+        bm.commit("b")
+        bm.pin(5)
+        prompt = bm.prompt_of("b")
+        bm.free_seq("b")
+        bm.restore("b", 11, [0], [5], tokens=prompt)
+        bm.unpin(5)
+        bm.restore("c", 14, [0, 1, 2], [-1, -1, 2])
+        self.tables, self.lengths = writable(bm.block_tables), writable(bm.lengths)
+        self.ref = writable(bm.ref)
+        self.find_arrays()
+        self.assert_as_described()
+
+    def assert_as_described(self) -> None:
+        bm = self.bm
+        assert [bm.tables[seq].tolist() for seq in "abc"] == [
+            [0, -1, 2, 3, 4],
+            [5, 8, 9],
+            [-1, -1, 2, 10],
+        ]
+        assert self.pool.evictable_blocks().tolist() == [1, 6]
+        assert self.index.uids().tolist() == [1, 2, 3, 4, 0, 5, 6, *[0] * 9]
+        # The private arrays are what this test takes them for.
+        assert self.uid.tolist() == self.index.uids().tolist()
+        assert self.filled[[4, 8, 9, 10]].tolist() == [2, 4, 3, 0]
+        assert self.known[:3].tolist() == [18, 11, 0]
+        assert self.published[:3].tolist() == [4, 0, 0]
+        assert self.eras[:3].tolist() == [0, 0, -1]
+        assert self.roots[0] == self.roots[2] == 0 != self.roots[1]
+        bm.check()
+
+
+@pytest.mark.parametrize(
+    ("damage", "invariant", "block"),
+    [
+        # A hole is nobody's, and a block that is no hole has a holder there.
+        (cell("tables", "a", 1, value=1), "I1", 1),
+        (cell("tables", "c", 0, value=9), "I1", 9),
+        (cell("tables", "a", 2, value=-1), "I1", 2),
+        (cell("tables", "b", 0, value=-1), "I1", 5),
+        (cell("tables", "b", 1, value=6), "I1", 6),
+        (cell("ref", 2, value=1), "I1", 2),
+        (cell("ref", 8, value=2), "I1", 8),
+        # No token of a table overwrites another of it.
+        (cell("tables", "b", 1, value=9), "I3", 9),
+        (cell("tables", "b", 1, value=5), "I3", 5),
+        (cell("tables", "a", 1, value=0), "I3", 0),
+        # A hole is a hole of a whole block: a token may be appended to the last one.
+        (cell("tables", "a", 4, value=-1), "I2", -1),
+        (cell("tables", "c", 3, value=-1), "I2", -1),
+        (cell("tables", "a", 1, value=-2), "I2", -2),
+        (cell("tables", "a", 1, value=16), "I2", 16),
+        (cell("lengths", "a", value=7), "I2", -1),
+        (cell("lengths", "c", value=1), "I2", -1),
+        # What is after a hole is published, or not, and known, or not, like all else.
+        (cell("uid", 2, value=0), "I6", 2),
+        (cell("uid", 3, value=0), "I6", 3),
+        (cell("parent", 3, value=1), "I6", 3),
+        (cell("filled", 4, value=1), "I6", 4),
+        (cell("filled", 8, value=3), "I6", 8),
+        (cell("filled", 9, value=2), "I6", 9),
+        (cell("known", "a", value=19), "I6", None),
+        (cell("known", "b", value=12), "I6", None),
+        (cell("known", "c", value=13), "I6", 10),
+        (cell("published", "a", value=5), "I6", None),
+        (cell("published", "b", value=2), "I6", 8),
+        (cell("roots", "b", value=0), "I11", None),
+        (cell("roots", "c", value=1), "I11", None),
+        (cell("key", 5, value=0), "I11", None),
+    ],
+)
+def test_damage_to_tables_with_holes_and_restored_ones_is_named(
+    damage: Callable[[Any], tuple[Any, Any, int]], invariant: str, block: int | None
+) -> None:
+    assert_named(Windowed(), damage, invariant, block)
+
+
+def test_a_hole_where_no_window_was_used_is_no_hole() -> None:
+    bm = BlockManager(8, 4)
+    bm.allocate("a", 8)
+    cells = writable(bm.block_tables)[bm.row("a")]
+    cells[0] = -1
+    with pytest.raises(InvariantError) as report:
+        bm.check()
+    assert (report.value.invariant, report.value.block) == ("I2", -1)
+    cells[0] = 0  # it is given back when the manager ends
 
 
 class Ordered(Sharing):
