@@ -221,6 +221,19 @@ cdef inline int32_t first_hole(
     return stop
 
 
+cdef inline int32_t first_outside(
+    const slab_t *slab, int32_t row, int32_t first, int32_t stop
+) noexcept nogil:
+    """Where the blocks before column ``stop`` begin that a window has not given back yet.
+
+    Not before ``first``. What is before a hole has been looked at when that was made.
+    """
+    cdef int32_t column = stop
+    while column > first and table_of(slab, row)[column - 1] != HOLE:
+        column -= 1
+    return column
+
+
 cdef int32_t num_holes(const slab_t *slab, int32_t row) noexcept nogil:
     """Blocks of a row that a window has given back."""
     cdef int32_t column, holes = 0
@@ -1820,18 +1833,16 @@ cdef class BlockManager:
                         f"lengths: entry {i} is {settled[i]}, but its row has "
                         f"{self.slab.lengths[row[i]]} tokens"
                     )
-                if self.steps_issued != self.steps_settled:
-                    total += full_blocks(&self.slab, settled[i])
+                stop = full_blocks(&self.slab, <int32_t>max(settled[i] - seen + 1, 0))
+                total += stop - first_outside(&self.slab, row[i], first, stop)
             self.reserve_fence(total)
             total = 0
             for i in range(count):
                 stop = full_blocks(&self.slab, <int32_t>max(settled[i] - seen + 1, 0))
-                cells = table_of(&self.slab, row[i])
-                start = stop
-                while start > first and cells[start - 1] != HOLE:
-                    start -= 1
-                if start >= stop:
+                start = first_outside(&self.slab, row[i], first, stop)
+                if start == stop:
                     continue
+                cells = table_of(&self.slab, row[i])
                 drop(self, cells + start, stop - start)
                 total += stop - start
                 self.has_holes = True

@@ -378,6 +378,17 @@ def test_a_fence_that_the_system_refuses_to_grow_changes_nothing(call: Call) -> 
     bm.check()
 
 
+def test_a_window_needs_memory_only_for_what_it_gives_back() -> None:
+    """Not for every block of a long sequence, of which it gives back a few a step."""
+    bm = BlockManager(BIG + 10, 1, rows=2, columns=BIG)
+    bm.allocate("a", BIG)
+    bm.fence()
+    rows, lengths = bm.rows(["a"]), np.array([BIG], np.int32)
+    with no_more_memory():
+        assert bm.release_outside_window(rows, lengths, BIG - 9) == 10
+    assert bm.gauges().fenced == 10
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
