@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,45 @@ def test_what_is_no_whole_number_is_named_and_never_cut(
     bm.allocate("a", 4)
     with pytest.raises((TypeError, ValueError), match=f"{named}.* {value}"):
         bm.restore(*arguments)
+
+
+class Meddling:
+    """An id like "a", which acts when it is compared the second time."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act, self.compared = act, 0
+
+    def __hash__(self) -> int:
+        return hash("a")
+
+    def __eq__(self, other: object) -> bool:
+        self.compared += 1
+        if self.compared == 2:
+            self.act()
+        return self is other
+
+
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (lambda bm: bm.pool.take_many(bm.num_available), OutOfBlocks),
+        (lambda bm: bm.free_seq("kept"), ValueError),
+    ],
+    ids=["blocks gone", "a kept block gone"],
+)
+def test_what_changes_while_ids_are_compared_is_seen(
+    act: Callable[[BlockManager], object], error: type[Exception]
+) -> None:
+    """The plan was good, then comparing the new id with "a" ran somebody else's code."""
+    bm = BlockManager(8, 2)
+    bm.allocate("a", 2)
+    bm.allocate("kept", 2)
+    seq = Meddling(lambda: act(bm))
+    with pytest.raises(error):
+        bm.restore(seq, 4, [0], [1])
+    assert seq.compared >= 2
+    assert seq not in bm
+    bm.check()
 
 
 def test_a_live_id_is_refused_before_the_slab_grows_for_it() -> None:
