@@ -228,13 +228,13 @@ class RandomSystem:
         chance = self.chance = random.Random(seed)
         drafts = chance.choice([0, 0, 0, 1, 2, 4])
         is_tight = chance.random() < 0.7  # so that somebody yields all the time
-        blocks = chance.randint(3, 9) if is_tight else chance.randint(2, 24)
+        blocks = chance.randint(3, 8) if is_tight else chance.randint(2, 24)
         in_flight = 0 if drafts else chance.choice([0, 0, 1, 2])
-        window = chance.choice([None, None, 1, 2, 5])
+        window = chance.choice([None, None, None, 1, 2, 5])
         self.settings: dict[str, Any] = {
             "num_blocks": blocks,
             "block_size": chance.randint(1, 3 if is_tight else 4),
-            "watermark": 0 if is_tight else chance.randint(0, min(2, blocks - 1)),
+            "watermark": chance.choice([0, 0, 1]) if is_tight else chance.randint(0, 2) % blocks,
             "caching": chance.random() < 0.5,
             "token_budget": chance.choice([3, 4, 6, 10, 20]) * (1 + drafts),
             "max_running": None if is_tight else chance.choice([None, 1, 2]),
@@ -243,17 +243,18 @@ class RandomSystem:
             "draft_tokens": drafts,
             "in_flight": in_flight,
             "window": window,
-            "host_blocks": chance.randint(1, 8) if chance.random() < 0.5 else 0,
+            "host_blocks": chance.choice([0, 0, 0, 3, 12, 12]),
             "sink_tokens": chance.choice([0, 1, 3]) if window else 0,
         }
         tokens = blocks * self.settings["block_size"]
         self.most_tokens = tokens // 2 if is_tight else tokens + 1
+        self.prompts = [1, 2, 3] if chance.random() < 0.5 else [1, 2, 3, 5, 9, 14]
         self.arrival_rate = 0.8 if is_tight else 0.3
         self.both = Both(**self.settings)
         self.held: list[int] = []
-        self.abort_rate = chance.choice([0, 0, 0.03, 0.15])
+        self.abort_rate = chance.choice([0, 0, 0, 0.03, 0.15])
         self.finish_rate = chance.choice([0, 0, 0.1])
-        self.hold_rate = chance.choice([0, 0, 0.05, 0.4])
+        self.hold_rate = chance.choice([0, 0, 0, 0.05, 0.3])
         self.move_rate = chance.choice([0, 0.3])
         self.fail_rate = chance.choice([0, 0, 0.3])
         self.tells = chance.random() < 0.9
@@ -277,7 +278,7 @@ class RandomSystem:
 
     def add(self) -> None:
         chance, both = self.chance, self.both
-        n_tokens = min(chance.choice([1, 2, 3, 5, 9, 14]), self.most_tokens)
+        n_tokens = min(chance.choice(self.prompts), self.most_tokens)
         if chance.random() < 0.03:
             both.put(chance.choice([0, n_tokens, 2 * self.most_tokens]))
             return
@@ -321,7 +322,7 @@ class RandomSystem:
     def hold(self) -> None:
         """Somebody outside holds blocks for a while, free ones and those of sequences."""
         both, chance = self.both, self.chance
-        if self.held and chance.random() < 0.2:
+        if self.held and chance.random() < 0.35:
             block = self.held.pop(chance.randrange(len(self.held)))
             both.managers(lambda manager: manager.unpin(block))
         if chance.random() < self.hold_rate:
