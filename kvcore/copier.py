@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvcore.planes import Planes
     from kvcore.step import Step
 
-__all__ = ["BlockCopier", "CopyPlan", "plan_copies", "run_copies"]
+__all__ = ["BlockCopier", "CopyPlan", "plan_copies", "run_copies", "tokens_to_copy"]
 
 
 class CopyPlan(NamedTuple):
@@ -129,6 +129,21 @@ def plan_copies(
     return CopyPlan(pairs, n_tokens)
 
 
+def tokens_to_copy(step: Step) -> NDArray[np.int32]:
+    """How many tokens of each block of ``step.copies`` there are before the first new one.
+
+    Returns
+    -------
+    ndarray
+        int32 ``(k,)``, parallel to ``step.copies``. What follows them in a block is written by
+        this step or later, so it need not be copied. O(slots log slots).
+    """
+    # A copy is made for the next token of a sequence, whose block is then its alone.
+    starts = step.copies[:, 1].astype(np.int64) * step.bm.block_size
+    slots = np.sort(step.slots)
+    return (slots[np.searchsorted(slots, starts)] - starts).astype(np.int32)
+
+
 def run_copies(
     step: Step,
     copier: BlockCopier,
@@ -141,7 +156,8 @@ def run_copies(
 
     In this order on one stream, so that a block which leaves is read before another comes to
     its place, and one that has come back can be copied. Before the step's prefills and
-    decodes, on the stream that they use or one that they wait for.
+    decodes, on the stream that they use or one that they wait for. Of a block that is copied
+    on write, only the tokens in front of the next one are.
 
     Parameters
     ----------
@@ -168,7 +184,8 @@ def run_copies(
             continue
         if one is None:
             raise ValueError(f"{name} must be a copier, got None: step {step.number} swaps blocks")
-        planned.append((one, plan_copies(one.source, one.destination, pairs)))
+        n_tokens = tokens_to_copy(step) if one is copier else None
+        planned.append((one, plan_copies(one.source, one.destination, pairs, n_tokens)))
     for one, plan in planned:
         one.run(plan, stream=stream)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvcore import BlockManager, Scheduler, Step, array_memory
 from kvcore.array_memory import memory_of
-from kvcore.copier import BlockCopier, CopyPlan, plan_copies, run_copies
+from kvcore.copier import BlockCopier, CopyPlan, plan_copies, run_copies, tokens_to_copy
 from kvcore.numpy_copier import NumpyCopier
 from kvcore.planes import (
     BLOCK_MAJOR_NHD,
@@ -467,8 +467,11 @@ class TwoPools:
 
 
 def a_step(**copies: list[tuple[int, int]]) -> Step:
+    """Of blocks of 4 tokens; each copy on write is for the fourth token of its block."""
     step = Step()
     step.number = 5
+    step.bm = BlockManager(7, 4)
+    step.slots = np.array([4 * dst + 3 for _, dst in copies.get("copies", [])], np.int64)
     for name, pairs in copies.items():
         setattr(step, name, pairs_of(*pairs))
     return step
@@ -483,7 +486,44 @@ def test_a_block_is_read_before_another_takes_its_place_and_written_before_it_is
     assert pools.log == [("out", 77), ("in", 77), ("copies", 77)]
     np.testing.assert_array_equal(pools.block(pools.far, 0), leaving)
     np.testing.assert_array_equal(pools.block(pools.near, 3), coming)
-    np.testing.assert_array_equal(pools.block(pools.near, 5), coming)
+    is_same = pools.block(pools.near, 5) == coming
+    assert is_same[:, :, :, :3].all()
+    assert not is_same[:, :, :, 3].all()  # the fourth token is the step's own
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 1, 5])
+def test_only_tokens_before_the_next_are_copied(draft_tokens: int) -> None:
+    """Three prompts of 6, 7 and 9 tokens, each sampled twice, in blocks of 4: the first of each
+    two that decode copies 2, 3 and 1 tokens. Blocks are handed out from the last to the first."""
+    bm = BlockManager(30, 4)
+    for block in range(30):
+        bm.allocate(block, 4)
+    for block in reversed(range(30)):
+        bm.free_seq(block)
+    scheduler = Scheduler(bm, watermark_blocks=0, token_budget=64, draft_tokens=draft_tokens)
+    scheduler.add("alone", 5, max_tokens=20)
+    for seq, n_tokens in (("A", 6), ("B", 7), ("C", 9)):
+        scheduler.add(seq, n_tokens, max_tokens=20, siblings=[f"{seq}'"])
+    scheduler.update(scheduler.step(), [0] * 7)
+
+    step = scheduler.step()
+
+    assert step == ["alone", "A", "B", "C", "A'", "B'", "C'"]
+    last_blocks = [bm.table(seq)[column] for seq, column in (("A", 1), ("B", 1), ("C", 2))]
+    assert step.copies[:, 1].tolist() == last_blocks
+    assert last_blocks == sorted(last_blocks, reverse=True)
+    assert tokens_to_copy(step).tolist() == [2, 3, 1]
+
+
+def test_the_last_holder_may_write_elsewhere_than_the_copy_ends() -> None:
+    """Block 2 had 3 tokens of a sequence and 2 of its fork, which writes there in place."""
+    step = a_step(copies=[(2, 5)])
+    step.slots = np.array([4 * 5 + 3, 4 * 2 + 2, 4 * 6 + 1], np.int64)
+    assert tokens_to_copy(step).tolist() == [3]
+
+
+def test_slots_beyond_32_bits() -> None:
+    assert tokens_to_copy(a_step(copies=[(2, 1), (3, 2**30)])).tolist() == [3, 3]
 
 
 def test_a_step_without_copies_calls_no_copier() -> None:
