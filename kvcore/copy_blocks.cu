@@ -17,31 +17,35 @@ struct Plane {
     int unused;
 };
 
-// The words from `begin` to `end` of a piece whose rows have `row_words` each.
+// A word of a piece whose rows have `row_words` each.
+template <typename Word, typename Byte>
+__device__ auto *at(Byte *piece, long long pitch, unsigned row_words, unsigned word) {
+    const unsigned row = word < row_words ? 0 : word / row_words;
+    return (Word *)(piece + row * pitch + (long long)(word - row * row_words) * sizeof(Word));
+}
+
+// The words from `begin` to `end` of a piece.
 template <typename Word>
 __device__ void copy_words(const char *source, char *destination, long long source_pitch,
                            long long destination_pitch, unsigned row_words, unsigned begin,
                            unsigned end) {
     // Loads in flight before the first of them is needed: what hides the latency of memory.
     constexpr unsigned depth = 4;
-    const bool is_one_row = row_words >= end;
     for (unsigned first = begin + threadIdx.x; first < end; first += depth * blockDim.x) {
         Word words[depth];
-        long long to[depth];
 #pragma unroll
         for (unsigned i = 0; i < depth; ++i) {
             const unsigned word = first + i * blockDim.x;
             if (word < end) {
-                const unsigned row = is_one_row ? 0 : word / row_words;
-                const long long column = (long long)(word - row * row_words) * sizeof(Word);
-                words[i] = *(const Word *)(source + row * source_pitch + column);
-                to[i] = row * destination_pitch + column;
+                words[i] = *at<const Word>(source, source_pitch, row_words, word);
             }
         }
+        // Addresses are found again here: kept, they would take half of the registers.
 #pragma unroll
         for (unsigned i = 0; i < depth; ++i) {
-            if (first + i * blockDim.x < end) {
-                *(Word *)(destination + to[i]) = words[i];
+            const unsigned word = first + i * blockDim.x;
+            if (word < end) {
+                *at<Word>(destination, destination_pitch, row_words, word) = words[i];
             }
         }
     }
@@ -55,7 +59,7 @@ extern "C" __global__ void copy_blocks(const Plane *planes, const int *pairs, co
     for (unsigned item = blockIdx.x; item < items; item += gridDim.x) {
         const unsigned tile = item % tiles;
         const unsigned of_pair = item / tiles;
-        const Plane plane = planes[of_pair % num_planes];
+        const Plane &plane = planes[of_pair % num_planes];
         const unsigned pair = of_pair / num_planes;
         const int source_block = pairs[2 * pair];
         const int destination_block = pairs[2 * pair + 1];

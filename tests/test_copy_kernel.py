@@ -125,17 +125,17 @@ def test_each_vector_of_16_bytes_is_moved_once(launch: Any, threads: int, tile_b
 
 
 def test_pools_larger_than_4_gib(launch: Any) -> None:
-    """Addresses are 64 bits wide all along: block and row lie beyond 2^31 and 2^32 bytes."""
+    """Addresses are 64 bits wide all along: blocks and rows lie beyond 2^31 and 2^32 bytes."""
     try:
         # Of memory that is never touched the system gives none.
-        arena = np.empty(6 << 30, np.uint8)
+        arena = np.empty(8 << 30, np.uint8)
     except MemoryError:
-        pytest.skip("no 6 GiB of address space")
+        pytest.skip("no 8 GiB of address space")
     stride, pitch = 2**31 + 2**30, 2**31 + 16
-    array = np.ndarray((2, 2, 4, 1, 16), np.uint8, arena, 0, (stride, pitch, 16, 16, 1))
-    array[1] = np.arange(2 * 4 * 16, dtype=np.uint8).reshape(2, 4, 1, 16)
+    array = np.ndarray((2, 3, 4, 1, 16), np.uint8, arena, 0, (stride, pitch, 16, 16, 1))
+    array[1] = np.arange(3 * 4 * 16, dtype=np.uint8).reshape(3, 4, 1, 16)
     planes = planes_of(array, NHD._replace(blocks=0))
-    assert [(p.block_stride, p.rows, p.pitch) for p in planes.planes] == [(stride, 2, pitch)]
+    assert [(p.block_stride, p.rows, p.pitch) for p in planes.planes] == [(stride, 3, pitch)]
     EmulatedCopier(launch, planes, planes).copy(np.array([[1, 0]], np.int32))
     np.testing.assert_array_equal(array[0], array[1])
 
