@@ -418,6 +418,39 @@ def test_prompt_lookup_guesses_what_followed_last_time() -> None:
     assert lookup.propose([1, 2, 3], 2) == lookup.propose([1], 2) == []
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_results_that_the_scheduler_learns_late(model: Subject, size: int, in_flight: int) -> None:
+    """In a short pool, so that some are preempted before it knows what they have sampled."""
+    longest = max(len(prompt) for prompt in model.prompts) + OUTPUT
+    engine = engine_over(
+        model,
+        size,
+        2 * longest,
+        prefix_caching=True,
+        in_flight=in_flight,
+        host=BlockManager(-(-40 // size), size),
+    )
+    ends = {}
+    for place, prompt in enumerate(model.prompts):
+        text = model.greedy(prompt, OUTPUT)
+        end = text[len(prompt) + OUTPUT // 2]
+        ends[place] = text[: text.index(end, len(prompt)) + 1]
+        engine.add(place, prompt, max_tokens=OUTPUT)
+        engine.add(f"ends {place}", prompt, max_tokens=OUTPUT, end_token=end)
+    engine.add("aborted", model.prompts[2], max_tokens=OUTPUT)
+    while "aborted" not in engine.scheduler.running:
+        engine.step()
+    assert engine.abort("aborted")
+    engine.run()
+    for place, prompt in enumerate(model.prompts):
+        assert engine.texts[place] == model.greedy(prompt, OUTPUT)
+        assert engine.texts[f"ends {place}"] == ends[place]
+    assert_right(engine)
+    counters = engine.scheduler.counters
+    assert counters.preemptions_recompute > 0
+    assert counters.ignored_results > 0
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_all_of_it_under_load_with_aborts(model: Subject, size: int, seed: int) -> None:
     """Samples, beams, drafts, chunks, shared prefixes, namespaces, swaps, aborts at any moment."""

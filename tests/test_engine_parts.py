@@ -46,7 +46,6 @@ def test_nothing_in_kvcore_imports_the_engine() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"in_flight": 1}, "in_flight is 1"),
         ({"window": 8}, "window is 8"),
         ({"draft_tokens": 2}, "draft_tokens and drafter .* 2 and None"),
         ({"drafter": PromptLookup()}, "draft_tokens and drafter .* 0 and"),
@@ -76,8 +75,18 @@ def test_a_request_that_is_refused_leaves_nothing(request_: Any, named: str) -> 
     assert engine.texts == {}
 
 
-def test_who_outgrows_the_pool_ends_with_a_reason_and_keeps_its_text() -> None:
-    engine = small_engine(blocks=6)
+def test_beams_do_not_go_with_results_that_come_late() -> None:
+    engine = small_engine(in_flight=1)
+    with pytest.raises(ValueError, match="sampling: with in_flight 1 beams cannot"):
+        engine.add("A", [1], max_tokens=3, sampling=BeamSearch())
+    assert engine.is_idle
+
+
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_who_outgrows_the_pool_ends_with_a_reason_and_keeps_its_text(
+    in_flight: int,
+) -> None:
+    engine = small_engine(blocks=6, in_flight=in_flight)
     engine.add("A", [1] * 17, max_tokens=50)
     engine.run()
     assert engine.rejected["A"].reason is Reason.OUTGREW_POOL
@@ -92,8 +101,9 @@ def test_blocks_that_others_hold_are_not_waited_for_in_vain() -> None:
         engine.run()
 
 
-def test_an_end_token_ends_a_text() -> None:
-    engine = small_engine()
+@pytest.mark.parametrize("in_flight", [0, 1, 2])
+def test_an_end_token_ends_a_text(in_flight: int) -> None:
+    engine = small_engine(in_flight=in_flight)
     engine.add("A", [1, 2, 3], max_tokens=20)
     engine.run()
     end = engine.texts["A"][8]
@@ -102,6 +112,29 @@ def test_an_end_token_ends_a_text() -> None:
     engine.run()
     assert engine.texts["B"] == engine.texts["A"][: first + 1]
     assert engine.bm.pool.num_used == 0
+
+
+def test_an_end_that_is_told_too_late_is_told_again() -> None:
+    """The preemption comes after the end token was sampled and before it is known."""
+    alone = small_engine()
+    alone.add("A", [1, 2, 3], max_tokens=20)
+    alone.run()
+    text = alone.texts["A"]
+    # The token after it needs a block.
+    end = next(place for place in (8, 12, 16) if text[place] not in text[3:place])
+
+    engine = small_engine(in_flight=1)
+    engine.add("older", [4], max_tokens=40)
+    engine.add("A", [1, 2, 3], max_tokens=200, end_token=text[end])
+    for _ in range(end - 2):
+        engine.step()
+    assert engine.texts["A"] == text[: end + 1]
+    held = engine.bm.pool.take_many(engine.bm.pool.num_free)
+    assert engine.step().preempted == ["A"]
+    engine.bm.pool.release_many(held)
+    engine.run()
+    assert engine.texts["A"] == text[: end + 1]
+    assert engine.scheduler.counters.sampled_tokens < 40 + 20
 
 
 def test_a_late_abort_changes_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ class _Generation:
         Those samples or beams, itself included.
     score : float
         Of a beam: the logarithm of the probability of what it has generated.
+    length : int or None
+        Tokens of its text up to its end token. Until the scheduler knows of it, more may follow.
     """
 
     def __init__(
@@ -50,16 +53,18 @@ class _Generation:
         self.sample = sample
         self.group = group
         self.end_token = end_token
+        self.length: int | None = None
         # All beams begin with the same logits: the first one continues for all of them.
         self.score = 0.0 if sample == 0 else -np.inf
 
 
 class _Results:
-    """The tokens that a step has sampled, and the beams that go on from others."""
+    """What a step has sampled, the beams that go on from others, and the texts that end."""
 
     def __init__(self) -> None:
         self.tokens: dict[Hashable, list[int]] = {}
         self.parents: dict[Hashable, Hashable] = {}
+        self.finished: list[Hashable] = []
 
 
 class Engine:
@@ -76,10 +81,12 @@ class Engine:
         Blocks in host memory, for preempted sequences.
     drafter : Drafter, optional
         Guesses ``draft_tokens`` tokens for each sequence that decodes.
+    in_flight : int
+        Steps whose results the scheduler does not know when the next is planned. They are
+        computed all the same, one after the other: what is delayed is the report.
     **scheduling
-        Everything else that ``Scheduler`` takes, but for ``in_flight`` and ``window``:
-        this engine has the results of a step before it plans the next, and its model
-        attends to everything.
+        Everything else that ``Scheduler`` takes, but for ``window``: the model attends to
+        everything.
 
     Attributes
     ----------
@@ -100,11 +107,11 @@ class Engine:
         token_budget: int = 256,
         host: BlockManager | None = None,
         drafter: Drafter | None = None,
+        in_flight: int = 0,
         **scheduling: Any,
     ) -> None:
-        for name in ("in_flight", "window"):
-            if scheduling.get(name):
-                raise ValueError(f"{name} is {scheduling[name]}, which this engine cannot do")
+        if scheduling.get("window"):
+            raise ValueError(f"window is {scheduling['window']}, which this engine cannot do")
         if bool(scheduling.get("draft_tokens")) != (drafter is not None):
             raise ValueError(
                 f"draft_tokens and drafter need each other, got "
@@ -114,7 +121,9 @@ class Engine:
         self.bm = bm
         self.host = host
         self.drafter = drafter
-        self.scheduler = Scheduler(bm, token_budget=token_budget, host=host, **scheduling)
+        self.scheduler = Scheduler(
+            bm, token_budget=token_budget, host=host, in_flight=in_flight, **scheduling
+        )
         self.cache = PagedCache(model.shape, bm.num_blocks, bm.block_size)
         self.host_cache = (
             None if host is None else PagedCache(model.shape, host.num_blocks, host.block_size)
@@ -122,6 +131,8 @@ class Engine:
         self.texts: dict[Hashable, list[int]] = {}
         self.rejected: dict[Hashable, Verdict] = {}
         self._generations: dict[Hashable, _Generation] = {}
+        self._in_flight = in_flight
+        self._unreported: deque[tuple[Step, _Results]] = deque()
 
     def add(
         self,
@@ -156,9 +167,14 @@ class Engine:
         ------
         ValueError
             The sequence would outgrow the model's context, a token is none of the
-            model's, or what ``Scheduler.add`` raises. Nothing has changed.
+            model's, beams with steps in flight, or what ``Scheduler.add`` raises. Nothing
+            has changed.
         """
         shape = self.model.shape
+        if self._in_flight and isinstance(sampling, BeamSearch):
+            raise ValueError(
+                f"sampling: with in_flight {self._in_flight} beams cannot move in time"
+            )
         at_least(max_tokens, 1, "max_tokens")
         if len(tokens) + max_tokens > shape.context:
             raise ValueError(
@@ -185,7 +201,7 @@ class Engine:
     def is_idle(self) -> bool:
         """Whether there is nothing left to do."""
         scheduler = self.scheduler
-        return not (scheduler.running or scheduler.waiting or scheduler.swapped)
+        return not (scheduler.running or scheduler.waiting or scheduler.swapped or self._unreported)
 
     def run(self) -> None:
         """Run steps until there is nothing left to do.
@@ -197,24 +213,27 @@ class Engine:
         """
         idle = 0
         while not self.is_idle:
+            reported = not self._unreported
             step = self.step()
             # What one step sorts out another one must use.
-            idle = idle + 1 if step.is_empty and not step.rejected else 0
+            idle = idle + 1 if step.is_empty and reported and not step.rejected else 0
             if idle > 1:
                 raise RuntimeError(f"step {step.number} has nothing to do, and somebody waits")
 
     def step(self) -> Step:
-        """Plan a step, carry it out and report its results. Returns what was planned."""
+        """Plan a step and carry it out; report the results that are due. Returns the plan."""
         step = self.scheduler.step()
         self.rejected.update(step.rejected)
         for seq in step.rejected:
             self._generations.pop(seq, None)
         self.copy_blocks(step)
         chunks = self.chunks(step)
-        if chunks:
-            self._report(step, self._sample(step, chunks, self.forward(chunks)))
-        elif not step.is_updated:
-            self.scheduler.update(step)
+        results = self._sample(step, chunks, self.forward(chunks)) if chunks else _Results()
+        self._unreported.append((step, results))
+        if step.is_empty or len(self._unreported) > self._in_flight:
+            self._report(*self._unreported.popleft())
+        while self._unreported and self._unreported[0][0].is_updated:
+            self._unreported.popleft()  # nothing runs in it, so there is nothing to wait for
         self._forget_idle()
         return step
 
@@ -231,11 +250,12 @@ class Engine:
         counts = np.ones(len(step), np.int32) if step.counts is None else step.counts
         starts = np.cumsum(counts) - counts
         for place, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True)):
-            text = self.texts[step[place]]
+            position = int(step.lengths[place]) - count
+            text = self.texts[step[place]][: position + 1]
             tokens = [text[-1], *self._drafts(text, count - 1)]
             slots = step.slots[start : start + count]
             table = self.bm.block_tables[step.rows[place]]
-            chunks.append(Chunk(tokens, len(text) - 1, slots, table, count))
+            chunks.append(Chunk(tokens, position, slots, table, count))
         for seq, start, count in step.prefills:
             tokens = self.texts[seq][start : start + count]
             slots = self.bm.slots(seq, start, start + count)
@@ -256,7 +276,7 @@ class Engine:
         return self.model.forward(chunks, self.cache)
 
     def _report(self, step: Step, results: _Results) -> None:
-        """Tell the scheduler what a step has sampled, and write it into the texts."""
+        """Tell the scheduler what a step has sampled."""
         rejected = None
         unwanted: list[int] = []
         if step.counts is not None:
@@ -264,23 +284,17 @@ class Engine:
             ends = np.cumsum(step.counts)
             for end, count in zip(ends.tolist(), rejected.tolist(), strict=True):
                 unwanted += step.slots[end - count : end].tolist()
-        before = {parent: self.texts[parent] for parent in results.parents.values()}
-        finished = []
-        for seq, tokens in results.tokens.items():
-            parent = results.parents.get(seq)
-            self.texts[seq] = (self.texts[seq] if parent is None else before[parent]) + tokens
-            if tokens[-1] == self._generations[seq].end_token:
-                finished.append(seq)
         ended = self.scheduler.update(
             step,
             [token for seq in step.sampled for token in results.tokens[seq]],
-            finished=finished,
+            finished=results.finished,
             rejected=rejected,
             parents=results.parents,
         )
         self.cache.erase_slots(np.array(unwanted, np.int64))
         for seq in ended:
-            del self._generations[seq]
+            generation = self._generations.pop(seq)
+            self.texts[seq] = self.texts[seq][: generation.length]
 
     def _sample(self, step: Step, chunks: list[Chunk], logits: NDArray[np.float32]) -> _Results:
         """Sample from the logits of a step's chunks."""
@@ -291,26 +305,40 @@ class Engine:
             starters[parent].append(child)
         computed = [*step, *(seq for seq, _, _ in step.prefills)]
         end = 0
-        for place, (seq, chunk) in enumerate(zip(computed, chunks, strict=True)):
+        for order, (seq, chunk) in enumerate(zip(computed, chunks, strict=True)):
             start, end = end, end + chunk.sampled
             drafts = chunk.tokens[len(chunk.tokens) - chunk.sampled + 1 :]
             # Who decodes samples for itself; who has completed a prompt, for all that share it.
-            for one in [seq] if place < len(step) else starters.get(seq, ()):
+            for one in [seq] if order < len(step) else starters.get(seq, ()):
                 generation = self._generations[one]
                 if isinstance(generation.sampling, BeamSearch):
                     beams[one] = logits[start]
                     continue
-                position = len(self.texts[one])
-                tokens = results.tokens[one] = []
+                # Not always the end of its text: what was sampled before a preemption may
+                # have come too late for the scheduler, and then it is sampled again.
+                position = chunk.start + len(chunk.tokens) - len(drafts)
+                tokens: list[int] = []
                 for row, draft in zip(logits[start:end], [*drafts, None], strict=True):
-                    token = generation.sampling.choose(row, generation.sample, position)
-                    position += 1
-                    tokens.append(token)
-                    if token != draft or token == generation.end_token:
+                    place = position + len(tokens)
+                    tokens.append(generation.sampling.choose(row, generation.sample, place))
+                    if tokens[-1] != draft or tokens[-1] == generation.end_token:
                         break
+                self._go_on(one, self.texts[one][:position], tokens, results)
         while beams:
             self._advance_beams(beams, results)
         return results
+
+    def _go_on(
+        self, seq: Hashable, before: list[int], tokens: list[int], results: _Results
+    ) -> None:
+        """Write into a text what was sampled after ``before``."""
+        self.texts[seq] = before + tokens
+        results.tokens[seq] = tokens
+        generation = self._generations[seq]
+        length = len(self.texts[seq])
+        if tokens[-1] == generation.end_token and generation.length in (None, length):
+            generation.length = length
+            results.finished.append(seq)
 
     def _advance_beams(self, beams: dict[Hashable, NDArray[np.float32]], results: _Results) -> None:
         """Let the first of these beams and those of its request go on together.
@@ -329,8 +357,9 @@ class Engine:
         assert isinstance(search, BeamSearch)
         scores = np.array([self._generations[seq].score for seq in group])
         logits = np.stack([beams.pop(seq) for seq in group])
+        before = [self.texts[seq] for seq in group]
         for seq, continuation in zip(group, search.advance(scores, logits), strict=True):
-            results.tokens[seq] = [continuation.token]
+            self._go_on(seq, before[continuation.parent], [continuation.token], results)
             self._generations[seq].score = continuation.score
             if group[continuation.parent] != seq:
                 results.parents[seq] = group[continuation.parent]
