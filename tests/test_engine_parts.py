@@ -29,6 +29,7 @@ from kvcore.engine import (
 from kvcore.engine.__main__ import main
 from kvcore.engine.random_model import SMALL
 from kvcore.engine.text_lines import TextLines
+from kvcore.numpy_copier import NumpyCopier
 
 
 def small_engine(blocks: int = 16, **options: Any) -> Engine:
@@ -156,7 +157,8 @@ def test_a_cache_reads_what_was_written_through_slots_and_tables() -> None:
     assert np.array_equal(values, -tokens)
     assert np.isnan(cache.read(0, np.array([3, 1], np.int32), 3)[0]).all(), "of another layer"
 
-    cache.copy(np.array([[3, 0], [1, 4]], np.int32))
+    cache.begin_copies(np.array([0, 4], np.int32))
+    NumpyCopier(cache.planes).copy(np.array([[3, 0], [1, 4]], np.int32))
     assert np.array_equal(cache.read(1, np.array([0, 4], np.int32), 3)[0], tokens)
     cache.write(1, np.array([8]), tokens[:1], tokens[:1])
     assert np.isnan(cache.blocks[1, :, 4, 1]).all(), "it begins with its first slot"

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvcore.planes import NHD, planes_of
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -30,6 +32,8 @@ class PagedCache:
     blocks : ndarray
         float32 ``(layers, 2, num_blocks, block_size, kv_heads, head_size)``: keys, then
         values.
+    planes : Planes
+        The same memory, for copiers.
     """
 
     def __init__(self, shape: LlamaShape, num_blocks: int, block_size: int) -> None:
@@ -39,6 +43,7 @@ class PagedCache:
             np.float32,
         )
         self._by_slot = self.blocks.reshape(shape.layers, 2, -1, shape.kv_heads, shape.head_size)
+        self.planes = planes_of(self.blocks, NHD)
         self._is_written = np.zeros(num_blocks, np.bool_)
 
     def write(
@@ -69,16 +74,10 @@ class PagedCache:
         token = keys.shape[2:]
         return keys.reshape(-1, *token)[:length], values.reshape(-1, *token)[:length]
 
-    def copy(self, pairs: NDArray[np.int32], source: PagedCache | None = None) -> None:
-        """Copy blocks: ``(k, 2)`` pairs of a block here, or of ``source``, and one here.
-
-        Needs: no block here is both copied from and copied to.
-        """
-        if not len(pairs):
-            return
-        blocks = (self if source is None else source).blocks
-        self.blocks[:, :, pairs[:, 1]] = blocks[:, :, pairs[:, 0]]
-        self._is_written[pairs[:, 1]] = True
+    def begin_copies(self, blocks: NDArray[np.int32]) -> None:
+        """Erase blocks to which others are about to be copied, perhaps only in part."""
+        self.erase(blocks)
+        self._is_written[blocks] = True
 
     def erase(self, blocks: NDArray[np.int32]) -> None:
         """Forget what is in blocks that nobody wants any more."""

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvcore.arguments import at_least
+from kvcore.copier import run_copies
 from kvcore.engine.cache import PagedCache
 from kvcore.engine.llama import Chunk
 from kvcore.engine.sampling import BeamSearch, Greedy
+from kvcore.numpy_copier import NumpyCopier
 from kvcore.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -128,6 +130,11 @@ class Engine:
         self.host_cache = (
             None if host is None else PagedCache(model.shape, host.num_blocks, host.block_size)
         )
+        self._copier = NumpyCopier(self.cache.planes)
+        self._swap_out = self._swap_in = None
+        if self.host_cache is not None:
+            self._swap_out = NumpyCopier(self.cache.planes, self.host_cache.planes)
+            self._swap_in = NumpyCopier(self.host_cache.planes, self.cache.planes)
         self.texts: dict[Hashable, list[int]] = {}
         self.rejected: dict[Hashable, Verdict] = {}
         self._generations: dict[Hashable, _Generation] = {}
@@ -240,9 +247,9 @@ class Engine:
     def copy_blocks(self, step: Step) -> None:
         """Run the block copies of a step, in their order."""
         if self.host_cache is not None:
-            self.host_cache.copy(step.swap_out, self.cache)
-            self.cache.copy(step.swap_in, self.host_cache)
-        self.cache.copy(step.copies)
+            self.host_cache.begin_copies(step.swap_out[:, 1])
+        self.cache.begin_copies(np.concatenate([step.swap_in[:, 1], step.copies[:, 1]]))
+        run_copies(step, self._copier, self._swap_out, self._swap_in)
 
     def chunks(self, step: Step) -> list[Chunk]:
         """List what a step computes: first those that decode, in its order, then the prompts."""
