@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,10 @@ TOLERANCE = 1e-3
 class Contiguous:
     """The textbook's forward pass: one sequence, its keys and values one after the other."""
 
-    def __init__(self, model: Llama) -> None:
+    def __init__(self, model: Llama, window: int = 10_000, sink_tokens: int = 0) -> None:
         shape = model.shape
         self.shape, self.weights = shape, model.weights
+        self.window, self.sink_tokens = window, sink_tokens
         size = (shape.layers, shape.context, shape.kv_heads, shape.head_size)
         self.keys, self.values = np.zeros(size, np.float32), np.zeros(size, np.float32)
         self.length = 0
@@ -80,7 +81,9 @@ class Contiguous:
     def attention(self, q: Floats, keys: Floats, values: Floats) -> Floats:
         n, stop = len(q), len(keys)
         group = self.shape.heads // self.shape.kv_heads
-        mask = np.where(np.arange(stop) > np.arange(stop - n, stop)[:, None], -np.inf, 0)
+        there, here = np.arange(stop), np.arange(stop - n, stop)[:, None]
+        sees = (there <= here) & ((here - there < self.window) | (there < self.sink_tokens))
+        mask = np.where(sees, 0, -np.inf)
         mixed = np.empty((n, self.shape.kv_heads, group, self.shape.head_size), np.float32)
         for head in range(self.shape.kv_heads):
             own = q[:, head * group : (head + 1) * group].transpose(1, 0, 2)
@@ -96,21 +99,32 @@ class Contiguous:
 class Subject:
     """A model with prompts, and what the plain forward pass makes of them."""
 
-    def __init__(self, model: Llama, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self.prompts = [tokenizer.encode(text) for text in texts]
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        prompts: list[list[int]],
+        window: int = 10_000,
+        sink_tokens: int = 0,
+    ) -> None:
+        self.model, self.tokenizer, self.prompts = model, tokenizer, prompts
+        self.window, self.sink_tokens = window, sink_tokens
         self._after: dict[tuple[int, ...], list[int]] = {}
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The prompt and the ``count`` most likely tokens after it."""
         text = self._after.setdefault(tuple(prompt), list(prompt))
         if len(text) < len(prompt) + count:
-            plain = Contiguous(self.model)
+            plain = Contiguous(self.model, self.window, self.sink_tokens)
             if len(text) > 1:
                 plain.extend(text[:-1])
             while len(text) < len(prompt) + count:
                 text.append(int(plain.extend(text[-1:])[-1].argmax()))
         return text[: len(prompt) + count]
+
+    def seeing(self, window: int, sink_tokens: int) -> Subject:
+        """The same model when its tokens attend to a window and to the first ones."""
+        return Subject(self.model, self.tokenizer, self.prompts, window, sink_tokens)
 
 
 PROMPTS = (
@@ -126,13 +140,15 @@ PROMPTS = (
 def subject(name: str) -> Subject:
     """The real model, which ``KVCORE_MODEL`` must name, or the random one."""
     if name == "random":
-        return Subject(random_llama(seed=3), ByteTokenizer(), PROMPTS)
+        model, tokenizer = random_llama(seed=3), ByteTokenizer()
+        return Subject(model, tokenizer, [tokenizer.encode(text) for text in PROMPTS])
     folder = os.environ.get("KVCORE_MODEL")
     if not folder:
         pytest.skip("KVCORE_MODEL does not name the folder of the real model")
     if not Path(folder).exists():
         pytest.skip(f"{folder} is not there")
-    return Subject(*load_model(folder), PROMPTS)
+    real, pieces = load_model(folder)
+    return Subject(real, pieces, [pieces.encode(text) for text in PROMPTS])
 
 
 class WatchedEngine(Engine):
@@ -214,9 +230,11 @@ class WatchedEngine(Engine):
     def assert_slots(self, seq: Hashable, chunk: Chunk, marks: NDArray[np.int64]) -> None:
         """What the table leads to are the tokens of the text, one after the other."""
         positions = np.arange(len(marks))
+        first = chunk.start - (self._window or 10_000) + 1
+        positions = positions[(positions >= first) | (positions < self._sink_tokens)]
         size = self.bm.block_size
         found = self.marks[np.asarray(chunk.table)[positions // size], positions % size]
-        wrong = np.flatnonzero(found != marks)
+        wrong = positions[found != marks[positions]]
         assert len(wrong) == 0, f"{seq!r} reads other tokens at positions {wrong}"
 
     def marks_of(self, seq: Hashable, text: Sequence[int]) -> NDArray[np.int64]:
@@ -242,7 +260,7 @@ def largest_difference(engine: WatchedEngine, of: Sequence[int] | None = None) -
     By default of all texts, else of one.
     """
     worst = 0.0
-    plain = Contiguous(engine.model)
+    plain = Contiguous(engine.model, engine._window or 10_000, engine._sink_tokens)
     text: tuple[int, ...] = ()
     rows: list[Floats] = []
     # A text comes before those that it begins with, and what two share is computed once.

@@ -418,6 +418,25 @@ def test_prompt_lookup_guesses_what_followed_last_time() -> None:
     assert lookup.propose([1, 2, 3], 2) == lookup.propose([1], 2) == []
 
 
+@pytest.mark.parametrize("sink_tokens", [0, 3])
+@HOST
+def test_a_window_keeps_what_is_seen(
+    model: Subject, size: int, sink_tokens: int, has_host: bool
+) -> None:
+    """What it gives back is NaN at once, and may belong to others in the next step."""
+    windowed = model.seeing(11, sink_tokens)
+    prompt = windowed.greedy(model.prompts[2], 30)
+    engine = engine_with_older(
+        windowed, size, has_host, tokens=200, token_budget=24, window=11, sink_tokens=sink_tokens
+    )
+    engine.add("A", prompt, max_tokens=OUTPUT)
+    run_with_a_shortage(windowed, engine, ["A"])
+    assert engine.texts["A"] == windowed.greedy(model.prompts[2], 30 + OUTPUT)
+    assert engine.texts["A"] != model.greedy(model.prompts[2], 30 + OUTPUT)
+    alone = [step.stats.used for step in engine.steps if list(step) == ["A"]]
+    assert alone[-1] <= -(-sink_tokens // size) + -(-11 // size) + 1
+
+
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_results_that_the_scheduler_learns_late(model: Subject, size: int, in_flight: int) -> None:
     """In a short pool, so that some are preempted before it knows what they have sampled."""

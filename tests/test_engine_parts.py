@@ -47,7 +47,7 @@ def test_nothing_in_kvcore_imports_the_engine() -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"window": 8}, "window is 8"),
+        ({"sink_tokens": -1}, "sink_tokens must be at least 0"),
         ({"draft_tokens": 2}, "draft_tokens and drafter .* 2 and None"),
         ({"drafter": PromptLookup()}, "draft_tokens and drafter .* 0 and"),
     ],
@@ -152,14 +152,16 @@ def test_a_cache_reads_what_was_written_through_slots_and_tables() -> None:
     cache = PagedCache(SMALL, num_blocks=5, block_size=2)
     tokens = np.arange(3 * 2 * 8, dtype=np.float32).reshape(3, 2, 8)
     cache.write(1, np.array([6, 7, 2]), tokens, -tokens)
-    keys, values = cache.read(1, np.array([3, 1, 0], np.int32), 3)
+    table, positions = np.array([3, 1, 0], np.int32), np.arange(3)
+    assert cache.slots(table, positions).tolist() == [6, 7, 2]
+    keys, values = cache.read(1, cache.slots(table, positions))
     assert np.array_equal(keys, tokens)
     assert np.array_equal(values, -tokens)
-    assert np.isnan(cache.read(0, np.array([3, 1], np.int32), 3)[0]).all(), "of another layer"
+    assert np.isnan(cache.read(0, np.array([6, 7]))[0]).all(), "of another layer"
 
     cache.begin_copies(np.array([0, 4], np.int32))
     NumpyCopier(cache.planes).copy(np.array([[3, 0], [1, 4]], np.int32))
-    assert np.array_equal(cache.read(1, np.array([0, 4], np.int32), 3)[0], tokens)
+    assert np.array_equal(cache.read(1, np.array([0, 1, 8]))[0], tokens)
     cache.write(1, np.array([8]), tokens[:1], tokens[:1])
     assert np.isnan(cache.blocks[1, :, 4, 1]).all(), "it begins with its first slot"
     cache.erase(np.array([0, 2, 3], np.int32))

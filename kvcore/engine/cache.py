@@ -65,14 +65,17 @@ class PagedCache:
         self._by_slot[layer, 1, slots] = values
         self._is_written[blocks] = True
 
+    def slots(self, table: NDArray[np.int32], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Find the slots in which a block table has the tokens at these positions."""
+        size = self.blocks.shape[3]
+        return table[positions // size].astype(np.int64) * size + positions % size
+
     def read(
-        self, layer: int, table: NDArray[np.int32], length: int
+        self, layer: int, slots: NDArray[np.int64]
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Gather the first ``length`` tokens of a table: two ``(length, kv_heads, head_size)``."""
-        columns = -(-length // self.blocks.shape[3])
-        keys, values = self.blocks[layer][:, table[:columns]]
-        token = keys.shape[2:]
-        return keys.reshape(-1, *token)[:length], values.reshape(-1, *token)[:length]
+        """Gather the keys and values of n slots: two ``(n, kv_heads, head_size)``."""
+        keys, values = self._by_slot[layer][:, slots]
+        return keys, values
 
     def begin_copies(self, blocks: NDArray[np.int32]) -> None:
         """Erase blocks to which others are about to be copied, perhaps only in part."""

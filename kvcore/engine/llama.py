@@ -98,7 +98,13 @@ class Llama:
         self._cosines = np.cos(angles).astype(np.float32)[:, None, :]
         self._sines = np.sin(angles).astype(np.float32)[:, None, :]
 
-    def forward(self, chunks: Sequence[Chunk], cache: PagedCache) -> Floats:
+    def forward(
+        self,
+        chunks: Sequence[Chunk],
+        cache: PagedCache,
+        window: int | None = None,
+        sink_tokens: int = 0,
+    ) -> Floats:
         """Compute the chunks of a step as one batch, and write their keys and values.
 
         Parameters
@@ -108,6 +114,10 @@ class Llama:
             At least one.
         cache : PagedCache
             Read through the chunks' tables, written at their slots.
+        window : int, optional
+            A token attends to itself and the ``window - 1`` before it; default all.
+        sink_tokens : int
+            And to so many at the beginning.
 
         Returns
         -------
@@ -125,6 +135,13 @@ class Llama:
             [np.arange(chunk.start, chunk.start + len(chunk.tokens)) for chunk in chunks]
         )
         cosines, sines = self._cosines[positions], self._sines[positions]
+        reads = [
+            _seen_by(chunk.start, chunk.start + len(chunk.tokens), window, sink_tokens)
+            for chunk in chunks
+        ]
+        read_slots = [
+            cache.slots(chunk.table, seen) for chunk, (seen, _) in zip(chunks, reads, strict=True)
+        ]
         attended = np.empty((len(tokens), shape.dim), np.float32)
 
         states = weights.embedding[tokens]
@@ -136,10 +153,9 @@ class Llama:
             queries = _rotate(queries, cosines, sines)
             # All is written before any is read: chunks of a group may share blocks.
             cache.write(layer, slots, _rotate(keys, cosines, sines), values)
-            for chunk, own in zip(chunks, rows, strict=True):
-                length = chunk.start + len(chunk.tokens)
-                keys, values = cache.read(layer, chunk.table, length)
-                attended[own] = _attend(queries[own], keys, values, chunk.start)
+            for own, seen, (_, hidden) in zip(rows, read_slots, reads, strict=True):
+                keys, values = cache.read(layer, seen)
+                attended[own] = _attend(queries[own], keys, values, hidden)
             states = states + attended @ weights.attention_out[layer].T
             normed = _rms_norm(states, weights.feed_forward_norm[layer], shape.norm_epsilon)
             gate = normed @ weights.gate[layer].T
@@ -175,10 +191,31 @@ def _rotate(heads: Floats, cosines: Floats, sines: Floats) -> Floats:
     return rotated
 
 
-def _attend(queries: Floats, keys: Floats, values: Floats, start: int) -> Floats:
-    """Attention of ``(n, heads, size)`` queries, from position ``start``, over all before them.
+def _seen_by(
+    start: int, stop: int, window: int | None, sink_tokens: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_] | None]:
+    """Find the positions that tokens from ``start`` to ``stop`` attend to, any of them.
 
-    Keys and values are ``(start + n, kv_heads, size)``. Returns ``(n, heads * size)``.
+    And which of these each must not see, ``(stop - start, positions)``; None if it is all
+    one token, which sees all of them.
+    """
+    first = 0 if window is None else max(start - window + 1, 0)
+    seen = np.concatenate([np.arange(min(sink_tokens, first)), np.arange(first, stop)])
+    if stop - start == 1:
+        return seen, None
+    own = np.arange(start, stop)[:, None]
+    hidden = seen > own
+    if window is not None:
+        hidden |= (seen <= own - window) & (seen >= sink_tokens)
+    return seen, hidden
+
+
+def _attend(
+    queries: Floats, keys: Floats, values: Floats, hidden: NDArray[np.bool_] | None
+) -> Floats:
+    """Attention of ``(n, heads, size)`` queries over some keys, but for those hidden from each.
+
+    Keys and values are ``(m, kv_heads, size)``. Returns ``(n, heads * size)``.
     """
     n, heads, size = queries.shape
     length, kv_heads, _ = keys.shape
@@ -186,9 +223,8 @@ def _attend(queries: Floats, keys: Floats, values: Floats, start: int) -> Floats
     grouped = queries.reshape(n, kv_heads, -1, size).transpose(1, 2, 0, 3)
     scores: Floats = grouped.reshape(kv_heads, -1, size) @ keys.transpose(1, 2, 0)
     scores *= np.float32(size**-0.5)
-    if n > 1:
-        later = np.arange(length) > np.arange(start, length)[:, None]
-        scores.reshape(kv_heads, -1, n, length)[..., later] = -np.inf
+    if hidden is not None:
+        scores.reshape(kv_heads, -1, n, length)[..., hidden] = -np.inf
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)

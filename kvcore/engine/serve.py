@@ -86,9 +86,10 @@ class Engine:
     in_flight : int
         Steps whose results the scheduler does not know when the next is planned. They are
         computed all the same, one after the other: what is delayed is the report.
+    window, sink_tokens : int
+        What the model attends to, see ``Llama.forward``; default everything.
     **scheduling
-        Everything else that ``Scheduler`` takes, but for ``window``: the model attends to
-        everything.
+        Everything else that ``Scheduler`` takes.
 
     Attributes
     ----------
@@ -110,10 +111,10 @@ class Engine:
         host: BlockManager | None = None,
         drafter: Drafter | None = None,
         in_flight: int = 0,
+        window: int | None = None,
+        sink_tokens: int = 0,
         **scheduling: Any,
     ) -> None:
-        if scheduling.get("window"):
-            raise ValueError(f"window is {scheduling['window']}, which this engine cannot do")
         if bool(scheduling.get("draft_tokens")) != (drafter is not None):
             raise ValueError(
                 f"draft_tokens and drafter need each other, got "
@@ -124,7 +125,13 @@ class Engine:
         self.host = host
         self.drafter = drafter
         self.scheduler = Scheduler(
-            bm, token_budget=token_budget, host=host, in_flight=in_flight, **scheduling
+            bm,
+            token_budget=token_budget,
+            host=host,
+            in_flight=in_flight,
+            window=window,
+            sink_tokens=sink_tokens,
+            **scheduling,
         )
         self.cache = PagedCache(model.shape, bm.num_blocks, bm.block_size)
         self.host_cache = (
@@ -139,6 +146,7 @@ class Engine:
         self.rejected: dict[Hashable, Verdict] = {}
         self._generations: dict[Hashable, _Generation] = {}
         self._in_flight = in_flight
+        self._window, self._sink_tokens = window, sink_tokens
         self._unreported: deque[tuple[Step, _Results]] = deque()
 
     def add(
@@ -280,7 +288,7 @@ class Engine:
 
     def forward(self, chunks: Sequence[Chunk]) -> NDArray[np.float32]:
         """Compute the chunks of a step; see ``Llama.forward``."""
-        return self.model.forward(chunks, self.cache)
+        return self.model.forward(chunks, self.cache, self._window, self._sink_tokens)
 
     def _report(self, step: Step, results: _Results) -> None:
         """Tell the scheduler what a step has sampled."""
