@@ -215,9 +215,9 @@ def test_a_second_turn_finds_the_first_one_cached(model: Subject, size: int) -> 
 
 
 def test_a_cached_text_that_is_evicted_is_computed_again(model: Subject, size: int) -> None:
-    """In a pool of two texts each new one takes blocks that an older one has left cached."""
+    """In a pool of three texts each new one takes blocks that an older one has left cached."""
     longest = max(len(prompt) for prompt in model.prompts) + OUTPUT
-    engine = engine_over(model, size, 2 * longest, prefix_caching=True, max_running=1)
+    engine = engine_over(model, size, 3 * longest, prefix_caching=True, max_running=2)
     for _ in range(2):
         serve_all(model, engine)
     assert engine.bm.counters[Counter.EVICTIONS] > 0
@@ -418,8 +418,7 @@ def test_prompt_lookup_guesses_what_followed_last_time() -> None:
     assert lookup.propose([1, 2, 3], 2) == lookup.propose([1], 2) == []
 
 
-@pytest.mark.parametrize("sink_tokens", [0, 3])
-@HOST
+@pytest.mark.parametrize(("sink_tokens", "has_host"), [(0, False), (3, True)])
 def test_a_window_keeps_what_is_seen(
     model: Subject, size: int, sink_tokens: int, has_host: bool
 ) -> None:
