@@ -219,9 +219,11 @@ class Resumed(Request):
     def shared_tokens(self, other: Member, block_size: int) -> int:
         """Tokens of ``other`` that are not computed again, but by the first sequence.
 
-        Those of the prompt, in full blocks, and never its last: from that it samples.
+        Those of the prompt, in full blocks, and never the last of either: from that they
+        sample, in one step.
         """
-        return min(self.prompt_tokens, other.n_tokens - 1) // block_size * block_size
+        last = max(min(self.n_tokens, other.n_tokens) - 1, 0)
+        return min(self.prompt_tokens, last) // block_size * block_size
 
     @classmethod
     def of(cls, request: Request, members: Sequence[Member], **changes: Any) -> Self:

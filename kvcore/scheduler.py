@@ -630,7 +630,9 @@ class Scheduler:
         prefilling = self._roster.prefilling
         ready = [seq for seq in prefilling if self._can_compute(seq)]
         remaining = [self.bm.length(seq) - prefilling[seq] for seq in ready]
-        for seq, left, count in zip(ready, remaining, share_budget(budget, remaining), strict=True):
+        shares = share_budget(budget, remaining)
+        self._hold_groups_together(ready, remaining, shares)
+        for seq, left, count in zip(ready, remaining, shares, strict=True):
             start = prefilling[seq]
             stop = start + count
             if count < left and stop // size * size > start:
@@ -643,6 +645,28 @@ class Scheduler:
             prefilling[seq] = stop
             if stop == start + left:
                 self._complete(step, seq)
+
+    def _hold_groups_together(
+        self, ready: list[Hashable], remaining: list[int], shares: list[int]
+    ) -> None:
+        """Leave the last token of whoever would go ahead of others of its group.
+
+        Those that are computed again complete their prompts in one step: beams of different
+        lengths cannot be compared. The tokens left, one each, fit into one step.
+        """
+        completed = None
+        for place, seq in enumerate(ready):
+            members = self._roster.by_seq[seq].members
+            if len(members) == 1 or shares[place] < remaining[place]:
+                continue
+            if completed is None:
+                completed = {
+                    one
+                    for one, left, count in zip(ready, remaining, shares, strict=True)
+                    if left == count
+                }
+            if any(one in self._roster.prefilling and one not in completed for one in members):
+                shares[place] -= 1
 
     def _can_compute(self, seq: Hashable) -> bool:
         """Whether all that the sequence reads is computed before this step.

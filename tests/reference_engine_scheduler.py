@@ -316,7 +316,9 @@ class ReferenceEngineScheduler:
     def _shared_tokens(self, request: ReferenceRequest, other: Life) -> int:
         """What the first of a group that comes back computes for another one, too."""
         size = self.bm.block_size
-        return min(request.prompt_tokens, other.n_tokens - 1) // size * size
+        first = request.waiting[0]
+        last = min(first.n_tokens, other.n_tokens) - 1
+        return min(request.prompt_tokens, last) // size * size
 
     def _blocks_to_enter(self, request: ReferenceRequest) -> int:
         """Whoever comes back needs room for its next token; a sibling to come, one block."""
@@ -870,8 +872,17 @@ class ReferenceEngineScheduler:
     def _prefill(self, step: ReferenceEngineStep, budget: int) -> None:
         size = self.bm.block_size
         ready = [life for life in self.lives if life.in_prompt and self._can_compute(life)]
-        shares = self._shares(budget, [self._length(life) - life.computed for life in ready])
+        left = [self._length(life) - life.computed for life in ready]
+        shares = self._shares(budget, left)
+        completing = [
+            one for one, need, got in zip(ready, left, shares, strict=True) if got == need
+        ]
         for life, share in zip(ready, shares, strict=True):
+            unready = [
+                one for one in life.request.members if one.in_prompt and one not in completing
+            ]
+            if life in completing and unready:
+                share -= 1  # a group goes on together
             start, length = life.computed, self._length(life)
             stop = start + share
             if stop < length and stop - stop % size > start:
