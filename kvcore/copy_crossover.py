@@ -21,7 +21,7 @@ ROUNDS = 5
 
 
 def measure(device: int = 0) -> int:
-    """Time copies to and from pinned host memory. Takes about a second.
+    """Time copies of 64 MiB to and from pinned host memory, 240 at most.
 
     Returns
     -------

@@ -75,7 +75,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
     }
     assert foreign == set()
     assert {"kvcore.pool", "kvcore.block_manager", "kvcore.scheduler"} <= loaded
-    unasked = {"kvcore.replay", "kvcore.cli", "kvcore.content_ids"}
+    unasked = {"kvcore.replay", "kvcore.cli", "kvcore.content_ids", "kvcore.copier"}
     unasked |= {"kvcore.kernel_metadata", "kvcore.kernel_layouts"}
     assert loaded.isdisjoint(unasked | {"argparse", "csv", "dataclasses", "json"})
 
