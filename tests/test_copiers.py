@@ -265,6 +265,16 @@ def test_a_read_only_cuda_array_is_refused() -> None:
         memory_of(OnDevice())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
+def test_torch_tensors_of_types_that_numpy_does_not_know(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    cache = torch.arange(2 * 10 * 4 * 3 * 8).reshape(2, 10, 4, 3, 8).to(getattr(torch, dtype))
+    before = cache.clone()
+    NumpyCopier(planes_of(cache, NHD)).copy(pairs_of((1, 5)), np.array([3], np.int32))
+    before[:, 5, :3] = before[:, 1, :3]
+    assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
+
+
 # The copier of the CPU
 
 

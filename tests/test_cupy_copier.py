@@ -240,6 +240,14 @@ def test_the_real_cupy_without_a_device_says_so_too() -> None:
         CupyCopier(planes)
 
 
+def test_streams_of_the_real_cupy() -> None:
+    cupy = pytest.importorskip("cupy")
+    for stream in (0x77, ForeignStream(0x77)):
+        assert as_stream(cupy, stream).ptr == 0x77
+        assert isinstance(as_stream(cupy, stream), cupy.cuda.Stream)
+    assert as_stream(cupy, cupy.cuda.Stream.null) is cupy.cuda.Stream.null
+
+
 def test_cupy_has_what_the_stand_in_has() -> None:
     cupy = pytest.importorskip("cupy")
     cupyx = pytest.importorskip("cupyx")

@@ -392,7 +392,7 @@ def test_on_a_device_out_and_back(cupy: Any, crossover_bytes: int, on_default_st
     import cupyx
 
     shape = (4, 2, 64, 16, 8, 32)
-    device = cupy.arange(np.prod(shape), dtype=np.uint16).reshape(shape)
+    device = cupy.arange(np.prod(shape), dtype=np.uint32).astype(np.uint16).reshape(shape)
     pinned = cupyx.empty_pinned((2 * 64, 4, 2, 16, 8, 32), np.uint16)
     planes, host_planes = planes_of(device, NHD), planes_of(pinned, BLOCK_MAJOR_NHD)
     out = HostCopier(planes, host_planes, crossover_bytes=crossover_bytes)
