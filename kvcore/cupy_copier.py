@@ -29,8 +29,8 @@ class CupyCopier(BlockCopier):
 
     A batch is one upload of its pairs and one launch for all planes, in order with what
     else is on the stream. The host waits for neither; only for the copy before the last, if
-    that is still under way. Keep a copier until its copies are done; it is for one thread at
-    a time.
+    that is still under way. So it cannot run while the stream is captured into a graph. Keep a
+    copier until its copies are done; it is for one thread at a time.
 
     Parameters
     ----------
@@ -89,16 +89,18 @@ class CupyCopier(BlockCopier):
             stream = as_stream(self._cupy, stream)
             staging = self._staging[0]
             self._staging.reverse()
-            pairs, n_tokens = staging.upload(plan, stream)
             most_pairs = copy_kernel.MOST_ITEMS // (self._num_planes * self._tiles)
-            with stream:
-                for first in range(0, num_pairs, most_pairs):
-                    self._launch(
-                        pairs + 8 * first,
-                        n_tokens + 4 * first if n_tokens else 0,
-                        min(most_pairs, num_pairs - first),
-                    )
-            staging.in_use_until.record(stream)
+            try:
+                pairs, n_tokens = staging.upload(plan, stream)
+                with stream:
+                    for first in range(0, num_pairs, most_pairs):
+                        self._launch(
+                            pairs + 8 * first,
+                            n_tokens + 4 * first if n_tokens else 0,
+                            min(most_pairs, num_pairs - first),
+                        )
+            finally:
+                staging.in_use_until.record(stream)
 
     def _launch(self, pairs: int, n_tokens: int, num_pairs: int) -> None:
         ctas = min(num_pairs * self._num_planes * self._tiles, self._max_ctas)

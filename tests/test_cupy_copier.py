@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from copy_cases import KINDS, PAIRS, PLACES, Pool, check_every_layout
 from emulated_kernel import COMPILER, compile_kernel, load_kernel
-from fake_cupy import NUM_PROCESSORS, DeviceArray, FakeCupy
+from fake_cupy import DEFAULT_STREAM, NUM_PROCESSORS, DeviceArray, FakeCupy
 from numpy.typing import NDArray
 
 from kvcore import copy_kernel
@@ -104,6 +104,28 @@ def test_it_waits_for_the_copy_before_the_last_and_for_no_later_one(fake: FakeCu
     for number in range(1, 6):
         copier.copy(np.array([[0, number]], np.int32), stream=stream)
         assert stream.done == max(0, number - 2) * one_copy
+
+
+def test_a_launch_that_failed_leaves_its_upload_to_be_waited_for(
+    fake: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = CupyCopier(pool_of(np.zeros((10, 1, 1, 16), np.uint8)))
+    stream = fake.cuda.Stream()
+    pairs = np.array([[0, 1]], np.int32)
+
+    def refuse(*args: object) -> None:
+        raise RuntimeError("no more launches")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copier, "_kernel", refuse)
+        with pytest.raises(RuntimeError, match="no more launches"):
+            copier.copy(pairs, stream=stream)
+    assert fake.devices_entered == []
+    assert fake.current == [fake.stream(DEFAULT_STREAM)]
+    copier.copy(pairs, stream=stream)
+    assert stream.done == 0
+    copier.copy(pairs, stream=stream)  # in the same memory as the first
+    assert stream.done == 2  # its upload, and the event behind it
 
 
 def test_copies_of_one_copier_may_be_on_different_streams(fake: FakeCupy) -> None:
