@@ -95,7 +95,8 @@ def plan_copies(
     Raises what ``BlockCopier.copy`` does.
     """
     pairs = _int32(pairs, "pairs", (-1, 2))
-    # Lists: for a few pairs, which is the rule, they take a tenth of what arrays do.
+    # Lists: for eight pairs they take a fifth of the time of arrays, for 512 three times as much,
+    # which is little beside copying 512 blocks.
     batch = pairs.tolist()
     is_one_pool = source.shares_memory(destination)
     read = {src for src, dst in batch if dst >= 0} if is_one_pool else set()

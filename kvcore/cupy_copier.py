@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["CupyCopier"]
 
-# Of 64 KiB in flight each: enough to fill the memory of a large device.
+# Each has 16 KiB in flight, so a multiprocessor 64 KiB: by calculation enough for the memory of
+# an H200, which at 4.8 TB/s and 0.7 us of latency needs 25 KiB of each. Not measured.
 CTAS_PER_PROCESSOR = 4
 
 

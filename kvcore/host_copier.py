@@ -26,12 +26,12 @@ copy engines brought fragments of 24 KiB to the device at 7 GB/s and such of 28 
 """
 
 FEWEST_FOR_KERNEL = 16
-"""Fragments below which the copy engines are faster at any size.
+"""Fragments below which the copy engines are faster, of 1 to 28 KiB at least.
 
 Measured by others on an A30 (https://github.com/vllm-project/vllm/issues/57555).
 """
 
-# The bus is slower than a few thread blocks; the others are left to what runs beside it.
+# As many as vLLM's kernel for this takes; the rest is left to what runs beside it. Not measured.
 MAX_CTAS = 12
 
 # 0, and cudaStreamLegacy.
