@@ -1853,18 +1853,18 @@ cdef class BlockManager:
             return total
 
     def exclusive_blocks(self, seq, /):
-        """The columns of a table whose blocks nobody else holds: int32, ascending. O(blocks).
+        """The columns of a table whose blocks nobody else holds: a new int32 array, ascending.
 
-        What swapping the sequence out could free. ``KeyError`` if it is not live.
+        What swapping the sequence out could free. O(blocks). ``KeyError`` if it is not live.
         """
-        cdef int32_t row, column, count
-        cdef cnp.npy_intp found = 0
+        cdef int32_t row, column
+        cdef cnp.npy_intp count, found = 0
         cdef cnp.ndarray columns
         cdef int32_t *cells
         with cython.critical_section(self.pool):
             row = self.find(seq)
             count = blocks_for(&self.slab, self.slab.lengths[row])
-            columns = int32_zeros(count)
+            columns = cnp.PyArray_EMPTY(1, &count, cnp.NPY_INT32, 0)
             cells = table_of(&self.slab, row)
             for column in range(count):
                 if cells[column] != HOLE and self.blocks.ref[cells[column]] == 1:
