@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from state import plain, snapshot
 
 from kvcore.block_manager import BlockManager
 from kvcore.counters import Counter
+from kvcore.eviction import Retention, RetentionPriority
 
 SIZE = 3
 
@@ -109,6 +111,29 @@ def test_what_it_wrote_is_found_when_the_block_is_full() -> None:
     assert bm.allocate("b", tokens=[1, 2, 3, 4, 5, 6]) == 4
     assert bm.tables["b"][:2] == bm.tables["a"][:2]
     bm.check()
+
+
+@pytest.mark.parametrize(
+    "commit",
+    [
+        lambda bm, rows: bm.commit_pending(rows, int32(*[2] * 64)),
+        lambda bm, rows: bm.commit_batch(rows, [2]),
+    ],
+    ids=["commit_pending", "commit_batch"],
+)
+def test_what_it_publishes_is_retained_as_the_request_asked(
+    commit: Callable[[BlockManager, np.ndarray], int],
+) -> None:
+    """Least recently used, "a" would go first."""
+    bm = BlockManager(8, 2, prefix_caching=True, eviction=RetentionPriority())
+    bm.allocate("a", 2, tokens=[1], retention=[Retention(0, 2, 90)])
+    assert commit(bm, bm.rows(["a"])) == 1
+    bm.allocate("b", tokens=[3, 4])
+    bm.commit("b")
+    bm.free_seq("a")
+    bm.free_seq("b")
+    assert bm.evict(1) == 1
+    assert (bm.match([1, 2, 0]), bm.match([3, 4, 0])) == (2, 0)
 
 
 def test_a_token_that_is_not_known_stops_what_comes_after_it_for_good() -> None:

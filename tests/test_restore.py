@@ -11,6 +11,7 @@ from state import slab_snapshot, snapshot
 
 from kvcore.block_manager import BlockManager
 from kvcore.errors import OutOfBlocks
+from kvcore.identity import Media
 
 
 def test_a_table_comes_back_around_the_blocks_that_stayed() -> None:
@@ -40,6 +41,37 @@ def test_what_was_written_before_a_reset_is_not_published_after_it() -> None:
     bm.reset()
     bm.restore("a", 8, [], [], tokens=prompt)
     assert bm.commit("a") == 0
+    bm.check()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "identity", "entry"),
+    [
+        ([9, 2, 3, 4, 5], {}, 0),
+        ([1, 2, 3, 9, 5], {}, 1),
+        ([1, 2, 3, 4, 5], {"namespace": "tenant"}, 0),
+        ([1, 2, 3, 4, 5], {"media": [Media(2, 4, b"picture")]}, 1),
+    ],
+    ids=["other tokens", "other tokens later", "another namespace", "a picture"],
+)
+def test_a_block_that_stayed_must_hold_what_it_is_said_to_hold(
+    tokens: list[int], identity: dict[str, Any], entry: int
+) -> None:
+    bm = BlockManager(12, 2, prefix_caching=True)
+    bm.allocate("a", tokens=[1, 2, 3, 4, 5])
+    bm.commit("a")
+    before = snapshot(bm) | slab_snapshot(bm)
+    prompt = bm.prompt(tokens, **identity)
+    named = f"blocks: entry {entry} is {entry}, which does not hold the tokens of column {entry}"
+    with pytest.raises(ValueError, match=named):
+        bm.restore("new", 5, [0, 1], [0, 1], tokens=prompt)
+    assert snapshot(bm) | slab_snapshot(bm) == before
+    with pytest.raises(TypeError, match=r"tokens must be a Prompt, got \[1, 2\]"):
+        bm.restore("new", 5, [0], [0], tokens=[1, 2])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="n_tokens is 4, but 5 tokens are given"):
+        bm.restore("new", 4, [0], [0], tokens=prompt)
+    bm.restore("new", 5, [0, 1], [0, 1], tokens=bm.prompt([1, 2, 3, 4, 5]))
+    assert bm.tokens("new").tolist() == [1, 2, 3, 4, 5]
     bm.check()
 
 
