@@ -80,6 +80,17 @@ def test_a_fork_shares_the_holes_and_the_changes_tell_of_them() -> None:
     bm.check()
 
 
+def test_a_mirror_that_had_the_blocks_is_told_that_they_are_given_back() -> None:
+    bm = BlockManager(12, 2)
+    bm.allocate("a", 10)
+    row = bm.row("a")
+    assert len(bm.drain_changes()) == 5
+    bm.release_outside_window(bm.rows(["a"]), int32(10), 3, 2)
+    changes = bm.drain_changes().tolist()
+    assert changes[:3] == [[row, 1, -1], [row, 2, -1], [row, 3, -1]]
+    assert bm.drain_changes().tolist() == []
+
+
 def test_what_follows_a_hole_is_not_published() -> None:
     bm = holed(prefix_caching=True)
     assert bm.commit("a") == 1
