@@ -29,6 +29,24 @@ def test_of_the_only_holders_of_a_tail_the_last_copies_only_while_a_step_is_in_f
     bm.check()
 
 
+def test_what_only_a_step_in_flight_holds_is_coming() -> None:
+    """What ended holds blocks 0 and 1, of which "fork" shares the first; "b" holds 2."""
+    bm = BlockManager(12, 4)
+    bm.allocate("ended", 8)
+    bm.fork("ended", "fork", 4)
+    bm.allocate("b", 4)
+    nobody, b, both = bm.rows([]), bm.rows(["b"]), bm.rows(["b", "fork"])
+    step = bm.fence()
+    bm.free_seq("ended")
+    assert bm.plan_append(nobody) == (0, 9, 1)
+    assert bm.plan_append(nobody, without=b) == (0, 9, 2)
+    assert bm.plan_append(nobody, without=both) == (0, 9, 3)
+    bm.settle(step)
+    assert bm.plan_append(nobody) == (0, 10, 0)
+    assert bm.plan_append(nobody, without=both) == (0, 12, 0)
+    bm.check()
+
+
 @pytest.mark.parametrize("counts", [None, [1], [2**31 - 1]], ids=repr)
 def test_a_sequence_of_the_largest_length_is_said_to_grow_no_more(counts: list[int] | None) -> None:
     """Lengths are int32: one token more would be a negative one."""
