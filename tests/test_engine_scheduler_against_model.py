@@ -161,6 +161,12 @@ class Both:
             names += request.names
         return names
 
+    def names_to_take(self) -> list[Hashable]:
+        """Of those that have no blocks yet; somebody outside may take one."""
+        unborn = [life.request.siblings for life in self.twin.lives if life.in_prompt]
+        waiting = [request.names for request in self.twin.queue]
+        return [name for names in (*unborn, *waiting) for name in names]
+
     # --- Comparison --------------------------------------------------------------------
 
     def compare_steps(self, step: Step, expected: ReferenceEngineStep) -> None:
@@ -252,6 +258,7 @@ class RandomSystem:
         self.arrival_rate = 0.8 if is_tight else 0.3
         self.both = Both(**self.settings)
         self.held: list[int] = []
+        self.taken: list[Hashable] = []  # names, and a block each
         self.abort_rate = chance.choice([0, 0, 0, 0.03, 0.15])
         self.finish_rate = chance.choice([0, 0, 0.1])
         self.hold_rate = chance.choice([0, 0, 0, 0.05, 0.3])
@@ -332,6 +339,14 @@ class RandomSystem:
                 both.managers(lambda manager: manager.pin(self.held[-1]))
             elif both.model.num_available:
                 self.held.append(both.managers(lambda manager: manager.pool.take())[1])
+        names = both.names_to_take()
+        if names and chance.random() < self.hold_rate / 5:
+            name = chance.choice(names)
+            if both.managers(lambda manager: manager.allocate(name, 1))[0] == "returned":
+                self.taken.append(name)
+        elif self.taken and chance.random() < 0.2:
+            name = self.taken.pop()
+            both.managers(lambda manager: manager.free_seq(name))
 
 
 def run(seed: int) -> None:
@@ -463,7 +478,7 @@ class EngineStepMachine(RuleBasedStateMachine):
             draft_tokens=drafts,
             in_flight=in_flight,
         )
-        self.outsiders = 0
+        self.outsiders: list[Hashable] = []
         for _ in range(3):
             self.both.add([0], 6)
 
@@ -516,16 +531,21 @@ class EngineStepMachine(RuleBasedStateMachine):
             failed=tuple(moving[: choices[-1] % 2]) if ends else (),
         )
 
-    @rule(act=st.sampled_from(["come", "go", "pin", "unpin", "evict", "reset"]), size=number)
+    @rule(
+        act=st.sampled_from(["come", "take a name", "go", "pin", "unpin", "evict", "reset"]),
+        size=number,
+    )
     def outside(self, act: str, size: int) -> None:
         both = self.both
         block = size % both.model.num_blocks
-        if act == "come":
-            self.outsiders += 1
-            name = f"outsider {self.outsiders}"
-            both.managers(lambda manager: manager.allocate(name, size % 7))
-        elif act == "go":
-            name = f"outsider {size % (self.outsiders + 1)}"
+        names = both.names_to_take() if act == "take a name" else []
+        if act == "come" or names:
+            name = names[size % len(names)] if names else f"outsider {size}"
+            done = both.managers(lambda manager: manager.allocate(name, size % 7))
+            if done[0] == "returned":
+                self.outsiders.append(name)
+        elif act == "go" and self.outsiders:
+            name = self.outsiders.pop()
             both.managers(lambda manager: manager.free_seq(name))
         elif act in ("pin", "unpin"):
             both.managers(lambda manager: getattr(manager, act)(block))
