@@ -254,6 +254,7 @@ class RandomSystem:
         }
         tokens = blocks * self.settings["block_size"]
         self.most_tokens = tokens // 2 if is_tight else tokens + 1
+        self.siblings = [1, 1, 2] if chance.random() < 0.2 else [0, 0, 0, 0, 1, 2]
         self.prompts = [1, 2, 3] if chance.random() < 0.5 else [1, 2, 3, 5, 9, 14]
         self.arrival_rate = 0.8 if is_tight else 0.3
         self.both = Both(**self.settings)
@@ -293,7 +294,7 @@ class RandomSystem:
         if chance.random() < 0.5:
             tokens[chance.randrange(n_tokens)] = 1
         unknown = chance.choice([0, 0, 0, 0, 0, 1, 4])
-        siblings = chance.choice([0, 0, 0, 0, 1, 2])
+        siblings = chance.choice(self.siblings)
         limit = chance.choice([None, 0, 1, 2, 5, *[self.most_tokens] * 5])
         both.add(tokens, limit, siblings, unknown)
 
