@@ -35,7 +35,12 @@ class _Away:
     kept, kept_blocks : list of int
         The columns of its table that are not copied, and their blocks, which stay on the
         device; -1 where a window has given one back.
+    has_table : bool
+        Whether it has a table on the device, so that nothing is pinned for it: before its
+        copies are done, and when it is on its way back.
     """
+
+    has_table: bool = True
 
     def __init__(
         self,
@@ -149,6 +154,7 @@ class HostTier:
         pairs[:, 1] = self.bm.restore(
             seq, away.n_tokens, away.kept, away.kept_blocks, tokens=away.prompt
         )
+        away.has_table = True
         self._unpin(away.kept_blocks)
         # Only after tokens that are all known another one can be published.
         pending = away.pending if self.bm.known(seq) == away.n_tokens else UNKNOWN_TOKEN
@@ -169,7 +175,7 @@ class HostTier:
         """Forget a sequence in host memory, wherever its copies are. Its table is not touched."""
         away = self._away[seq]
         self.host.free_seq(seq)
-        if seq not in self.bm:
+        if not away.has_table:
             self._unpin(away.kept_blocks)
         del self._away[seq]
 
@@ -188,6 +194,7 @@ class HostTier:
         except BaseException:
             self._unpin(kept_blocks)
             raise
+        self._away[seq].has_table = False
 
     def _unpin(self, kept_blocks: list[int]) -> None:
         for block in kept_blocks:

@@ -960,7 +960,7 @@ class Scheduler:
         if seq in self.running:
             self._roster.leave(seq)
             return
-        if seq in self.bm:
+        if request in self._roster.going_out:
             self.bm.free_seq(seq)
         self._roster.forget(seq)
         request.members.remove(seq)

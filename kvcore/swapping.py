@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcore.request import Member, Request, Resumed
+from kvcore.request import Member, Reason, Request, Resumed, Verdict
 from kvcore.resume_cost import SwapCandidate
 from kvcore.running_view import RunningView
 from kvcore.step import Step
@@ -90,6 +90,9 @@ class Swapping:
             return
         while self.roster.swapped:
             request = self.roster.swapped[0]
+            if any(seq in self.bm for seq in request.members):
+                self._reject(step, request)
+                continue
             needed = sum(self.host.blocks_to_return(seq) for seq in request.members)
             reserve = 0
             if self.roster.running:
@@ -120,6 +123,20 @@ class Swapping:
             step.swap_in = np.concatenate([step.swap_in, *pairs])
             step.coming_in = [*step.coming_in, request]
             self.counters.swap_in_blocks += sum(len(pair) for pair in pairs)
+
+    def _reject(self, step: Step, request: Request) -> None:
+        """End a request in host memory whose ids somebody else has taken meanwhile."""
+        assert self.host is not None
+        self.roster.swapped.remove(request)
+        verdict = Verdict(Reason.LIVE_ID, 0, self.bm.num_available)
+        for seq in request.members:
+            self.host.drop(seq)
+            self.roster.forget(seq)
+            step.rejected[seq] = verdict
+        request.members.clear()
+        for resource in self.resources:
+            resource.give(request)
+        self.counters.rejected += 1
 
     def give_up_newest(self, step: Step) -> None:
         """Compute the newest request in host memory again, instead of copying it back.

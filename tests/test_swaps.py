@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from engine_support import SIZE, plan, report, run, run_steps, scheduler_over, table
 
-from kvcore import BlockManager, Reason, Scheduler, Slots, Step, SwapCandidate
+from kvcore import BlockManager, Reason, Scheduler, Slots, Step, SwapCandidate, Verdict
 
 
 def short_of_blocks(host_blocks: int = 8, **options: Any) -> tuple[Scheduler, BlockManager]:
@@ -474,3 +474,20 @@ def test_who_has_a_namesake_in_host_memory_is_computed_again() -> None:
     host.allocate("A", 1)
     assert run_steps(scheduler, 2).preempted == ["A"]
     assert host.lens["A"] == 1
+
+
+def test_who_finds_its_id_taken_when_it_comes_back_is_ended_and_the_taker_is_not() -> None:
+    scheduler, host = with_a_in_host_memory()
+    scheduler.finish("old")
+    scheduler.bm.allocate("A", 1)
+    step = run(scheduler)
+    assert step.rejected == {"A": Verdict(Reason.LIVE_ID, needed=0, available=3)}
+    assert (scheduler.swapped, scheduler.running) == ([], [])
+    assert held(scheduler.bm, host) == [1, 0]
+
+
+def test_the_end_of_one_in_host_memory_leaves_alone_who_has_taken_its_id() -> None:
+    scheduler, host = with_a_in_host_memory()
+    scheduler.bm.allocate("A", 1)
+    assert scheduler.abort("A")
+    assert held(scheduler.bm, host) == [2, 0]
