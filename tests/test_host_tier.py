@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from state import plain, snapshot
 
@@ -114,3 +115,56 @@ def test_a_call_that_is_refused_half_way_changes_neither_end(
             assert world.state() == served.state()
             refusals += 1
     assert refusals >= 1
+
+
+def tier_of_two() -> tuple[BlockManager, BlockManager, HostTier]:
+    """ "a" and "here" begin with blocks 0 and 1; "a" has block 2 for itself."""
+    bm, host = BlockManager(20, 4, prefix_caching=True), BlockManager(20, 4)
+    for seq in ("a", "here"):
+        bm.allocate(seq, tokens=[*range(8), 9])
+        bm.commit(seq)
+    return bm, host, HostTier(bm, host)
+
+
+def test_a_sequence_leaves_with_what_it_has_alone_and_finds_the_rest_again() -> None:
+    bm, host, tier = tier_of_two()
+    assert tier.blocks_to_move(["a", "here"]) == 2
+    assert tier.begin_out("a", 7).tolist() == [[2, 0]]
+    assert bm.tables["a"] == [0, 1, 2], "the copy may fail"
+    tier.end_out("a", 8)
+    assert "a" not in bm
+    assert "a" in tier
+    assert [bm.pool.pins(block) for block in range(3)] == [1, 1, 0]
+    assert tier.recall("a")[0::2] == (9, 8)
+    assert tier.blocks_kept(["a"]) == 2
+    assert tier.blocks_to_return("a") == 1
+    pairs, pending = tier.begin_in("a")
+    fresh = bm.tables["a"][2]
+    assert bm.tables["a"][:2] == [0, 1]
+    assert (pairs.tolist(), pending) == ([[0, fresh]], 8)
+    assert [bm.pool.pins(block) for block in range(3)] == [0, 0, 0]
+    assert bm.published("a") == 0, "its data is not there yet"
+    tier.end_in("a")
+    assert bm.published("a") == 2
+    assert bm.tokens("a").tolist() == [*range(8), 9]
+    assert "a" not in tier
+    assert len(host) == 0
+    bm.check()
+    host.check()
+
+
+def test_what_a_window_gives_back_on_the_way_out_does_not_come_back() -> None:
+    bm, host, tier = tier_of_two()
+    tier.begin_out("a", 7)
+    assert bm.release_outside_window(bm.rows(["a"]), np.array([9], np.int32), 6) == 1
+    tier.end_out("a", 7)
+    assert [bm.pool.pins(block) for block in range(3)] == [0, 1, 0]
+    assert tier.blocks_kept(["a"]) == 1
+    tier.begin_in("a")
+    assert bm.tables["a"][:2] == [-1, 1]
+    tier.cancel_in("a")
+    assert [bm.pool.pins(block) for block in range(3)] == [0, 1, 0]
+    tier.drop("a")
+    assert [bm.pool.pins(block) for block in range(3)] == [0, 0, 0]
+    assert len(host) == 0
+    bm.check()
