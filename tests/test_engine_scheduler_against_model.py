@@ -23,7 +23,7 @@ from state import Uids, outcome, prefix_snapshot, snapshot
 
 from kvcore import BlockManager, RequestRefused, Resumed, Scheduler, Step
 
-SEEDS = int(os.environ.get("KVCORE_TWIN_SEEDS", "400"))
+SEEDS = int(os.environ.get("KVCORE_TWIN_SEEDS", "600"))
 DEPTH = int(os.environ.get("KVCORE_TWIN_DEPTH", "3"))
 
 
