@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvcore.block_manager import BlockManager
 from kvcore.request import UNKNOWN_TOKEN
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from kvcore.block_manager import BlockManager
     from kvcore.prefix_index import Prompt
 
 __all__ = ["HostTier"]
@@ -67,23 +67,9 @@ class HostTier:
     host : BlockManager
         Of the blocks in host memory, of the same block size. A sequence has its id there
         too, while it has blocks there.
-
-    Raises
-    ------
-    TypeError, ValueError
-        ``host`` is not such a manager.
     """
 
     def __init__(self, bm: BlockManager, host: BlockManager) -> None:
-        if not isinstance(host, BlockManager):
-            raise TypeError(f"host must be a BlockManager, got {host!r}")
-        if host.pool is bm.pool:
-            raise ValueError(f"host is {host!r}, over the very pool that sequences are to leave")
-        if host.block_size != bm.block_size:
-            raise ValueError(
-                f"host has blocks of {host.block_size} tokens, but those to be moved have "
-                f"{bm.block_size}"
-            )
         self.bm = bm
         self.host = host
         self._away: dict[Hashable, _Away] = {}

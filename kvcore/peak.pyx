@@ -44,7 +44,6 @@ def peak_blocks(cnp.ndarray lengths not None, cnp.ndarray left not None, block_s
     """
     cdef cnp.npy_intp n = cnp.PyArray_SIZE(lengths), i
     cdef int64_t size = integer(block_size, "block_size", 1, MOST)
-    cdef int64_t most = 0, best = 0, alive = 0, tokens = 0, bound, t, length
     cdef cnp.ndarray keys, remainders
     cdef int64_t *key
     check_numbers(lengths, "lengths")
@@ -56,26 +55,33 @@ def peak_blocks(cnp.ndarray lengths not None, cnp.ndarray left not None, block_s
     for i in range(n):
         key[i] = int64_data(left)[i] << 31 | int64_data(lengths)[i]
     keys.sort()
+    remainders = int64_zeros(size)
+    return peak_of_sorted(key, n, size, int64_data(remainders))
 
+
+cdef int64_t peak_of_sorted(
+    const int64_t *keys, Py_ssize_t count, int64_t size, int64_t *remainders
+) noexcept nogil:
+    cdef int64_t most = 0, best = 0, alive = 0, tokens = 0, bound, t, length
+    cdef Py_ssize_t i
     # Lengths are taken ``size - 1`` larger, so that a division by it rounds up.
-    for i in range(n - 1, -1, -1):
+    for i in range(count - 1, -1, -1):
         alive += 1
-        tokens += (key[i] & MOST) + size - 1
-        bound = tokens + alive * (key[i] >> 31)
+        tokens += (keys[i] & MOST) + size - 1
+        bound = tokens + alive * (keys[i] >> 31)
         if bound > most:
             most = bound
             best = max(0, (bound - alive * (size - 1)) // size)  # at least that are held then
-    remainders = int64_zeros(size)
     alive = tokens = 0
-    for i in range(n - 1, -1, -1):
-        length = (key[i] & MOST) + size - 1
-        t = key[i] >> 31
+    for i in range(count - 1, -1, -1):
+        length = (keys[i] & MOST) + size - 1
+        t = keys[i] >> 31
         alive += 1
         tokens += length
-        int64_data(remainders)[length % size] += 1
+        remainders[length % size] += 1
         bound = tokens + alive * t
         if bound // size > best:
-            best = max(best, (bound - unused_slots(int64_data(remainders), size, t)) // size)
+            best = max(best, (bound - unused_slots(remainders, size, t)) // size)
     return best
 
 

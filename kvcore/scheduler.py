@@ -200,8 +200,8 @@ class Scheduler:
             sink_tokens=sink_tokens,
             in_flight=in_flight,
         )
-        if host is not None and options.token_budget is None:
-            raise ValueError(f"host needs a token_budget, got {host!r} without")
+        if host is not None:
+            self._check_host(host, options)
         if swap is not None and host is None:
             raise ValueError(f"swap is {swap!r}, but there is no host")
         tier = None if host is None else HostTier(bm, host)
@@ -240,6 +240,19 @@ class Scheduler:
             self.counters,
         )
         self._results = Results(bm, self._roster, options, self.counters)
+
+    def _check_host(self, host: BlockManager, options: SchedulerOptions) -> None:
+        if not isinstance(host, BlockManager):
+            raise TypeError(f"host must be a BlockManager, got {host!r}")
+        if options.token_budget is None:
+            raise ValueError(f"host needs a token_budget, got {host!r} without")
+        if host.pool is self.bm.pool:
+            raise ValueError(f"host is {host!r}, over the very pool that sequences are to leave")
+        if host.block_size != self.bm.block_size:
+            raise ValueError(
+                f"host has blocks of {host.block_size} tokens, but those to be moved have "
+                f"{self.bm.block_size}"
+            )
 
     @property
     def running(self) -> list[Hashable]:

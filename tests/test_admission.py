@@ -206,3 +206,26 @@ def test_predicted_peak_is_preempted_less_than_the_watermark_and_never_hangs() -
             drive(scheduler, rng, 12)
             counts[name] += scheduler.counters.preemptions_recompute
     assert counts["predicted"] < counts["watermark"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "left", "size", "error", "said"),
+    [
+        (np.array([1.0]), np.array([1]), 4, TypeError, "lengths must be a contiguous int64 array"),
+        (np.array([1]), np.array([[1]]), 4, TypeError, "left must be a contiguous int64 array"),
+        (np.array([1, 2])[::-1], np.array([1, 2]), 4, TypeError, "lengths must be a contiguous"),
+        (np.array([1, 2]), np.array([1]), 4, ValueError, "left has 1 entries for 2 lengths"),
+        (np.array([1, -1]), np.array([1, 1]), 4, ValueError, "lengths: entry 1 .* got -1"),
+        (np.array([1]), np.array([2**31]), 4, ValueError, "left: entry 0 .* got 2147483648"),
+        (np.array([1]), np.array([1]), 0, ValueError, "block_size must be between 1 and"),
+    ],
+)
+def test_what_has_no_peak_is_refused(
+    lengths: Any, left: Any, size: int, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        peak_blocks(lengths, left, size)
+
+
+def test_nobody_holds_nothing() -> None:
+    assert peak_blocks(np.empty(0, np.int64), np.empty(0, np.int64), 16) == 0
