@@ -448,13 +448,13 @@ def test_copies_of_the_lists_do_not_change_under_the_caller() -> None:
     restored = bm.restore("E", 4, [], [])
     results += [bm.lengths_of(bm.rows("AB")), bm.exclusive_blocks("E"), restored]
     before = [array.tolist() for array in results]
-    bm.fork("A", "C")
-    bm.append_batch(bm.rows(["A", "C"]), np.empty(2, np.int64))
     # As many copies as before: where those were written, there is room for these.
     bm.fork("A", "D")
     _, more = bm.append_batch(bm.rows(["D"]), np.empty(1, np.int64))
     assert more is not None
     assert len(more) == len(copies)
+    bm.fork("A", "C")
+    bm.append_batch(bm.rows(["A", "C"]), np.empty(2, np.int64))
     bm.append_slots("B", 6)
     bm.free_seq("A")
     bm.free_seq("C")
