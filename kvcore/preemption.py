@@ -93,9 +93,7 @@ class Preemption:
         )
         needed, available, coming = self.bm.plan_append(rows, counts, self._leaving_rows(victims))
         if needed > available + coming:
-            for request in islice(
-                self.victim.order(RunningView(self.roster)), len(self.roster.running)
-            ):
+            for request in self._in_order():
                 if units - len(victims) <= 1:
                     break
                 if not self._may_yield(request) or request in victims:
@@ -124,6 +122,23 @@ class Preemption:
         out |= set(step.swapped_out) | set(step.rejected)
         rows, counts = self._without(seqs, rows, counts, out)
         return [seq for seq in seqs if seq not in out], rows, counts
+
+    def _in_order(self) -> list[Request]:
+        """Victims in the order of the policy; but last whoever could not come back.
+
+        A sequence that a window has let grow longer than the pool is never computed again
+        as a whole.
+        """
+        order = self.victim.order(RunningView(self.roster))
+        victims = list(islice(order, len(self.roster.running)))
+        if self.options.window is not None and self.swapping.host is None:
+            victims.sort(key=self._is_too_long)
+        return victims
+
+    def _is_too_long(self, request: Request) -> bool:
+        """Whether a sequence of a request, its next token included, is larger than the pool."""
+        slots = self.bm.num_blocks * self.bm.block_size
+        return any(self.bm.length(seq) >= slots for seq in request.members)
 
     def push_out(self, step: Step) -> None:
         """Let the next request take the place of running ones, if a policy says so.

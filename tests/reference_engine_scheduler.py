@@ -506,7 +506,7 @@ class ReferenceEngineScheduler:
                 if not all(life.at_limit for life in request.members)
             ]
             victims: list[ReferenceRequest] = []
-            for request in reversed(staying):
+            for request in self._victims(staying):
                 if self._suffices(lives, victims) or len(staying) - len(victims) == 1:
                     break
                 if request.members[0].away is None:
@@ -525,6 +525,17 @@ class ReferenceEngineScheduler:
             if not self._send_out(step, request):
                 self._preempt(step, request)
         return [life for life in lives if life in self.lives]
+
+    def _victims(self, requests: list[ReferenceRequest]) -> list[ReferenceRequest]:
+        """The newest first; but last who could not be computed again as a whole."""
+        slots = self.bm.num_blocks * self.bm.block_size
+        newest_first = requests[::-1]
+        if self.window is None or self.host is not None:
+            return newest_first
+        too_long = [
+            one for one in newest_first if any(self._length(life) >= slots for life in one.members)
+        ]
+        return [one for one in newest_first if one not in too_long] + too_long
 
     def _suffices(self, lives: list[Life], victims: list[ReferenceRequest]) -> bool:
         """Whether the others get their tokens, now or when steps in flight have settled."""

@@ -748,3 +748,24 @@ def test_siblings_begin_without_what_lies_outside_the_window() -> None:
     run(scheduler)
     assert [table(scheduler, seq) for seq in "AB"] == [[-1, -1], [-1, -1]]
     assert not run(scheduler).rejected
+
+
+def test_who_has_outgrown_the_pool_behind_a_window_yields_after_those_that_can_come_back() -> None:
+    """ "A" is the newest, with 9 tokens of which it holds the last; the pool has 8 slots."""
+    scheduler = scheduler_of_size(2, 4, token_budget=8, max_running=2, window=2)
+    scheduler.add("old", 1)
+    run(scheduler)
+    scheduler.add("A", 6)
+    run_steps(scheduler, 4)
+    assert (scheduler.bm.lens["old"], scheduler.bm.lens["A"]) == (5, 9)
+    outside = scheduler.bm.pool.take_many(scheduler.bm.num_available)
+    rejected, preempted = {}, []
+    for _ in range(3):
+        step = run(scheduler)
+        rejected |= step.rejected
+        preempted += step.preempted
+    assert (rejected, preempted) == ({}, ["old"])
+    scheduler.bm.pool.release_many(outside)
+    scheduler.finish("A")
+    run(scheduler)
+    assert scheduler.running == ["old"]
