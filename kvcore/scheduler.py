@@ -453,7 +453,9 @@ class Scheduler:
         KeyError
             A sequence in ``running`` is no longer live. Nothing has changed.
         ValueError
-            More results are outstanding than may be. Nothing has changed.
+            More results are outstanding than may be. Nothing has changed. A step in which
+            nothing runs needs no report, unless one before it is outstanding: then it counts,
+            and is reported in its order.
         """
         roster, options = self._roster, self.options
         if len(roster.outstanding) > options.in_flight:
