@@ -168,7 +168,7 @@ for layout in (NHD, HND):
                 copier.copy(np.array(pair, np.int32), np.array([2], np.int32))
 """
     process = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-P", "-c", code],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
