@@ -483,8 +483,9 @@ CHUNK = 256
 
 def chunked(prefix_caching: bool) -> Mapping[str, Contender]:
     """Step and results: 256 sequences decode, and 256 tokens of a long prompt are computed."""
-    count = 256
-    blocks = pool_for([*phases(count, TOKENS), 2 * 8_192])
+    count, filling = 256, TOKENS + 80
+    # The first to be through decode while the prompts of the others are computed.
+    blocks = pool_for([*phases(count, TOKENS), 2 * 8_192], filling + GROWTH)
     made = engines(blocks, running=count + 1, budget=count + CHUNK, prefix_caching=prefix_caching)
     contenders = {}
     for name, engine in made.items():
@@ -498,7 +499,7 @@ def chunked(prefix_caching: bool) -> Mapping[str, Contender]:
             began = crowd.grown + steps > GROWTH
             crowd.prepare(steps)
             if began:
-                crowd.run(TOKENS + 80)
+                crowd.run(filling)
                 crowd.grown = steps
             draw = np.random.default_rng(crowd.grown)
             engine.add("long", draw.integers(VOCABULARY, size=8_192, dtype=np.int32))

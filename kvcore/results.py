@@ -93,36 +93,36 @@ class Results:
             ) from None
         if moves and self.options.in_flight:
             raise ValueError("parents: beams cannot be moved while the next step is in flight")
-        for seq in [seq for seq in moves if seq in step.sampled and seq not in self.bm]:
+        by_seq, idle, bm = self.roster.by_seq, self.roster.idle, self.bm
+        for seq in [seq for seq in moves if seq not in bm and seq in step.sampled]:
             del moves[seq]
         for seq, parent in moves.items():
-            if not (
-                self._is_beam(seq)
-                and self._is_beam(parent)
-                and self.roster.by_seq[seq] is self.roster.by_seq[parent]
+            request = by_seq.get(seq)
+            if (
+                request is None
+                or by_seq.get(parent) is not request
+                or request in self.roster.going_out
+                or seq in idle
+                or parent in idle
+                or seq not in bm
+                or parent not in bm
             ):
                 raise ValueError(f"parents: {parent!r} is no running beam beside {seq!r}")
         return (list(moves), list(moves.values())) if moves else None
 
-    def _is_beam(self, seq: Hashable) -> bool:
-        """Whether a sequence decodes, with a table that it keeps."""
-        request = self.roster.by_seq.get(seq)
-        return (
-            request is not None
-            and request not in self.roster.going_out
-            and seq not in self.roster.idle
-            and seq in self.bm
-        )
-
-    def move(self, beams: list[Hashable], parents: list[Hashable]) -> None:
+    def move(self, step: Step, beams: list[Hashable], parents: list[Hashable]) -> None:
         """Let beams go on from others. What was sampled follows the tokens of those."""
+        notes = self.roster.notes
         self.bm.reorder(beams, parents)
-        if not self.bm.prefix_caching:
-            return
-        # What is pending of a sequence tells that all before it is known.
-        pending = self.roster.notes.pending
-        unknown = pending[self.bm.rows(parents)] < 0
-        pending[self.bm.rows(beams)[unknown]] = UNKNOWN_TOKEN
+        rows = self.bm.rows(beams)
+        if self.bm.prefix_caching:
+            # What is pending of a sequence tells that all before it is known.
+            unknown = notes.pending[self.bm.rows(parents)] < 0
+            notes.pending[rows[unknown]] = UNKNOWN_TOKEN
+        left = notes.limits[rows] - self.bm.lengths_of(rows)
+        at_limit = [beams[place] for place in np.flatnonzero(left <= 0)]
+        step.ending = list(dict.fromkeys([*step.ending, *at_limit]))
+        self.roster.steps_to_limit = min(self.roster.steps_to_limit, max(int(left.min()), 1))
 
     def settle_prompts(self, step: Step) -> None:
         """Publish the blocks that the prefills of a step have filled."""

@@ -891,9 +891,7 @@ class Scheduler:
             results.settle_prompts(step)
         results.settle_tokens(step, ids, accepted)
         if moves is not None:
-            results.move(*moves)
-            step.ending = list(dict.fromkeys([*step.ending, *moves[0]]))
-            roster.steps_to_limit = 1  # a beam may be longer now
+            results.move(step, *moves)
         if self.options.window is not None:
             results.slide(step)
         ended = self._ended(step, ended_early) if step.ending or ended_early else []
@@ -922,16 +920,12 @@ class Scheduler:
         """Note who reaches its limit in this step. Needs: somebody may."""
         left = self._roster.notes.limits[step.rows] - step.lengths
         self._ends(step, [step[place] for place in np.flatnonzero(left <= 0)])
-        others = [
-            final - self.bm.length(seq)
-            for seq in self.running
-            if seq not in self._roster.prefilling
-            and (final := self._roster.by_seq[seq].final_tokens) is not None
-            and final > self.bm.length(seq)
-        ]
+        rows = self._roster.rows.of(self._roster.running)
+        left = self._roster.notes.limits[rows] - self.bm.lengths_of(rows)
+        soonest = int(left.min(initial=UNLIMITED, where=left > 0))
         # Of those that end, some may have drafts rejected: then look again.
-        soon = 1 if step.ending and self.options.draft_tokens else UNLIMITED
-        self._roster.steps_to_limit = min([*others, soon])
+        may_go_on = step.ending and self.options.draft_tokens
+        self._roster.steps_to_limit = 1 if may_go_on else soonest
 
     def _ends(self, step: Step, seqs: list[Hashable]) -> None:
         """Note that these sample their last token in ``step``."""
