@@ -201,11 +201,10 @@ class Results:
         written = np.empty_like(ids)
         written[1:] = ids[:-1]
         written[ends - kept] = pending[rows]
-        commit = self.bm.commit
-        for place, start, end in zip(
-            chosen.tolist(), (ends - kept).tolist(), ends.tolist(), strict=True
-        ):
-            commit(step[place], written[start:end])
+        is_chosen = np.zeros(len(step), np.bool_)
+        is_chosen[chosen] = True
+        told = np.repeat(is_chosen, accepted)
+        self.bm.commit_batch(np.repeat(rows, kept), written[: len(told)][told])
         pending[rows] = ids[ends - 1]
 
     def _settle_completed(self, step: Step, ids: NDArray[np.int32] | None) -> None:
