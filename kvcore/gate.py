@@ -114,7 +114,7 @@ class Gate:
         elif needed > available - reserve:
             keeps_watermark = isinstance(self.admission, Watermark)
             reason = Reason.WATERMARK if keeps_watermark else Reason.RESERVE
-        return Verdict(reason, needed, available, reserve=reserve)
+        return Verdict(reason, needed, available, 0, reserve)
 
     def _lacking(self, request: Request) -> Resource | None:
         for resource in self.resources:

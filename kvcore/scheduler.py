@@ -562,9 +562,10 @@ class Scheduler:
 
     def _next(self, step: Step) -> int:
         """Return the place of the request to try: first whom others have made way for."""
-        for place, request in enumerate(self.waiting if step.makes_way_for else ()):
-            if request is step.makes_way_for:
-                return place
+        if step.makes_way_for is not None:
+            for place, request in enumerate(self.waiting):
+                if request is step.makes_way_for:
+                    return place
         return self.order.first(self.waiting, step.number)
 
     def _reject(self, step: Step, place: int, verdict: Verdict) -> None:
@@ -642,9 +643,11 @@ class Scheduler:
     def _prefill(self, step: Step, budget: int) -> None:
         """Share what is left of the budget out among the prompts under way."""
         size = self.bm.block_size
-        prefilling = self._roster.prefilling
-        ready = [seq for seq in prefilling if self._can_compute(seq)]
-        remaining = [self.bm.length(seq) - prefilling[seq] for seq in ready]
+        prefilling, length = self._roster.prefilling, self.bm.length
+        ready = list(prefilling)
+        if self._roster.leaning:
+            ready = [seq for seq in ready if self._can_compute(seq)]
+        remaining = [length(seq) - prefilling[seq] for seq in ready]
         shares = share_budget(budget, remaining)
         self._hold_groups_together(ready, remaining, shares)
         for seq, left, count in zip(ready, remaining, shares, strict=True):
@@ -701,30 +704,31 @@ class Scheduler:
 
     def _complete(self, step: Step, seq: Hashable) -> None:
         """Note that this step computes the last of a prompt: then the sequence decodes."""
-        del self._roster.prefilling[seq]
-        self._roster.idle.discard(seq)
-        request = self._roster.by_seq[seq]
+        roster = self._roster
+        del roster.prefilling[seq]
+        roster.idle.discard(seq)
+        request = roster.by_seq[seq]
         if self.options.token_budget is None:
             return
         started = [seq]
-        for child in request.siblings if request.members[0] == seq else ():
-            if self._roster.is_live(child):
+        for child in request.siblings:
+            if roster.is_live(child):
                 step.rejected[child] = Verdict(Reason.LIVE_ID, 0, 0)
                 continue
             self.bm.fork(seq, child)
-            self._roster.enter(child, request)
+            roster.enter(child, request)
             step.forks.append((seq, child))
             started.append(child)
-        if request.siblings:
-            request.siblings = ()
-        left = UNLIMITED
-        if request.final_tokens is not None:
-            left = request.final_tokens - self.bm.length(seq)
+        request.siblings = ()
         if request.max_tokens != 0:
             step.completed.append(seq)
+        final = request.final_tokens
+        if final is None:
+            return
+        left = final - self.bm.length(seq)
         if left <= 0:
             self._ends(step, started)
-        self._roster.steps_to_limit = min(self._roster.steps_to_limit, max(left, 1))
+        roster.steps_to_limit = min(roster.steps_to_limit, max(left, 1))
 
     def _decode(self, step: Step) -> None:
         """Give every running sequence the slot of its next token, and of its drafts."""
