@@ -2533,6 +2533,16 @@ cdef class BlockManager:
             )
         return total
 
+    def token_ids(self, tokens, /):
+        """Tokens as a fresh int32 array, checked as ``commit`` does. O(len(tokens)).
+
+        Raises
+        ------
+        TypeError, ValueError
+            Not a buffer or sequence of integers from 0 to 2**31 - 1.
+        """
+        return self.ids_to_commit(given(tokens))
+
     cdef cnp.ndarray ids_to_commit(self, tokens):
         """``tokens`` as an int32 array, checked."""
         cdef Py_buffer view

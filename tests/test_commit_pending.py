@@ -260,3 +260,21 @@ def test_the_lengths_of_rows_are_a_new_array_in_their_order() -> None:
     lengths[:] = 0
     assert bm.lens["e"] == 9
     assert bm.lengths_of(rows[:0]).tolist() == []
+
+
+def test_token_ids_are_what_commit_takes_and_refuse_what_it_refuses() -> None:
+    bm = BlockManager(4, 4, prefix_caching=True)
+    given = np.array([5, 0, 2**31 - 1])
+    ids = bm.token_ids(given)
+    assert (ids.dtype, ids.tolist()) == (np.int32, given.tolist())
+    ids[0] = 6
+    assert given[0] == 5
+    for tokens, error in (([1, -1], ValueError), ([2**31], ValueError), ([1.5], TypeError)):
+        with pytest.raises(error, match="tokens: token"):
+            bm.token_ids(tokens)
+        bm.allocate("A", 2)
+        with pytest.raises(error, match="tokens: token"):
+            bm.commit("A", tokens)
+        bm.free_seq("A")
+    with pytest.raises(TypeError, match="tokens must be"):
+        bm.token_ids(None)

@@ -345,9 +345,9 @@ def test_a_textbook_step_has_nothing_to_report() -> None:
     [
         ({"tokens": [1]}, ValueError, r"tokens must have 2 entries for step 2, got shape \(1,\)"),
         ({"tokens": [1, 2, 3]}, ValueError, "tokens must have 2 entries"),
-        ({"tokens": [[1, 2]]}, ValueError, r"got shape \(1, 2\)"),
-        ({"tokens": [1, -2]}, ValueError, "token 1 must be from 0 to .*, got -2"),
-        ({"tokens": [2**31, 1]}, ValueError, "token 0 must be from 0 to .*, got 2147483648"),
+        ({"tokens": [[1, 2]]}, TypeError, r"token 0 must be an integer, got \[1, 2\]"),
+        ({"tokens": [1, -2]}, ValueError, "token 1 must be between 0 and .*, got -2"),
+        ({"tokens": [2**31, 1]}, ValueError, "token 0 must be between 0 and .*, got 2147483648"),
         ({"tokens": [1.5, 2]}, TypeError, "tokens"),
         ({"rejected": [1]}, ValueError, "the step has no drafts"),
         ({"parents": {"A": "B"}}, ValueError, "'B' is no running beam beside 'A'"),
