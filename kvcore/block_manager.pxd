@@ -85,10 +85,6 @@ cdef class BlockManager:
     cdef int64_t num_prefix_pins
     cdef dict retention_by_row
 
-    # To find a row that a call names twice: the number of the look at which each was seen.
-    cdef int64_t look
-    cdef int64_t *seen
-
     # References dropped while a step was in flight, oldest first, each with the newest
     # step issued when it was dropped.
     cdef int64_t steps_issued
@@ -97,6 +93,10 @@ cdef class BlockManager:
     cdef int64_t fence_capacity
     cdef int32_t *fenced
     cdef int64_t *fenced_until
+
+    # To find a row that a call names twice: the number of the look at which each was seen.
+    cdef int64_t look
+    cdef int64_t *seen
 
     cdef int64_t generation  # of the arrays below
     cdef cnp.ndarray table_array, length_array, mirrored_array, spare_array
@@ -118,7 +118,7 @@ cdef class BlockManager:
     cdef int grow_for_one_more(self, int64_t columns) except -1
     cdef inline int prepare_append(self, int32_t row, int64_t n_tokens) except -1
     cdef int prepare_append_batch(self, const int32_t *rows, cnp.npy_intp count) except -1
-    cdef int make_room(self, cnp.npy_intp count, int64_t columns) except -1
+    cdef inline int make_room(self, cnp.npy_intp count, int64_t columns) except -1
     cdef int make_room_for_pairs(self, cnp.npy_intp count) except -1
     cdef int64_t longest_after(self, const int32_t *rows, cnp.npy_intp count) except -1
     cdef tuple append_counts(self, cnp.ndarray rows, cnp.ndarray out, cnp.ndarray counts)

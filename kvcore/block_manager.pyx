@@ -148,7 +148,7 @@ cdef inline int32_t take(BlockManager self, int32_t row, int32_t column) noexcep
     return block
 
 
-cdef inline void expect_take(BlockManager self) noexcept nogil:
+cdef void expect_take(BlockManager self) noexcept nogil:
     """What belongs to a block that is soon taken is fetched: it was last used long ago."""
     cdef int32_t block
     if self.blocks.num_free > SOON:
@@ -1469,7 +1469,8 @@ cdef class BlockManager:
         count = cnp.PyArray_SIZE(rows)
         if cnp.PyArray_SIZE(out) < count:
             raise ValueError(f"out has {cnp.PyArray_SIZE(out)} entries for {count} rows")
-        check_apart(out, "out", rows, "rows")
+        if <int64_t *>row < slots + count and slots < <int64_t *>(row + count):
+            raise ValueError("out must not overlap rows in memory")
         with cython.critical_section(self.pool):
             self.prepare_append_batch(row, count)
             while True:
@@ -1684,12 +1685,13 @@ cdef class BlockManager:
             raise ValueError(f"rows: a sequence cannot grow past {MAX_TOKENS} tokens")
         return self.make_room(count, columns_to_append(self, longest, 1))
 
-    cdef int make_room(self, cnp.npy_intp count, int64_t columns) except -1:
+    cdef inline int make_room(self, cnp.npy_intp count, int64_t columns) except -1:
         """For a batch of that many rows, the longest of that many columns afterwards.
 
         The slab comes last: that it has grown can be seen.
         """
-        self.make_room_for_pairs(count)
+        if cnp.PyArray_DIM(self.pair_array, 0) < count:
+            self.make_room_for_pairs(count)
         self.reserve_fence(count)
         return self.grow(self.num_rows, columns)
 
