@@ -299,6 +299,7 @@ class Scheduler:
         if isinstance(seq, Request):
             request = seq
             at_least(request.n_tokens, 1, "n_tokens")
+            request.can_run = False  # whatever another scheduler has found
         else:
             known, prompt = 0, None
             more = tokens is not None or namespace is not None or media or retention

@@ -15,7 +15,7 @@ from engine_support import (
     table,
 )
 
-from kvcore import BlockManager, Priority, Reason, Scheduler
+from kvcore import BlockManager, Priority, Reason, Request, RequestRefused, Scheduler
 from kvcore.chunking import share_budget
 
 # --- Prompts in chunks ---------------------------------------------------------------------
@@ -769,3 +769,10 @@ def test_who_has_outgrown_the_pool_behind_a_window_yields_after_those_that_can_c
     scheduler.finish("A")
     run(scheduler)
     assert scheduler.running == ["old"]
+
+
+def test_a_request_that_fitted_elsewhere_is_judged_anew() -> None:
+    request = Request("A", 17)
+    scheduler_over(8).add(request)
+    with pytest.raises(RequestRefused, match="can never fit"):
+        scheduler_over(4).add(request)
