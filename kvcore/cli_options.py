@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +19,13 @@ __all__ = [
     "UsageError",
     "add_load",
     "add_steps",
-    "check_outputs",
     "load_trace",
-    "plot_path",
     "pool_blocks",
     "positive",
     "probability",
     "resume_cost",
     "step_time_of",
+    "steps_of",
     "whole",
 ]
 
@@ -119,6 +118,21 @@ def add_steps(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     return steps
 
 
+def steps_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Name what ``add_steps`` has added as ``EngineOptions`` does. ``UsageError``."""
+    if options.draft_tokens and options.in_flight:
+        raise UsageError("--draft-tokens and --in-flight do not go together")
+    return {
+        "max_partial_prefills": options.max_partial_prefills,
+        "draft_tokens": options.draft_tokens,
+        "acceptance": options.acceptance,
+        "window": options.window,
+        "sink_tokens": options.sinks,
+        "in_flight": options.in_flight,
+        "seed": options.seed,
+    }
+
+
 def load_trace(options: argparse.Namespace) -> Trace:
     """Read or make the trace. ``TraceError``, ``OSError``, ``UsageError``."""
     if options.trace is None:
@@ -168,13 +182,6 @@ def step_time_of(options: argparse.Namespace) -> StepTime | None:
         raise UsageError(str(error)) from error
 
 
-def check_outputs(*paths: str | None) -> None:
-    """Find out before the work whether its results can be written. ``UsageError``."""
-    for path in paths:
-        if path not in (None, "-") and not Path(path).parent.is_dir():
-            raise UsageError(f"{path}: there is no such directory")
-
-
 def whole(least: int) -> Callable[[str], int]:
     """Return a parser of whole numbers from ``least``."""
 
@@ -200,16 +207,6 @@ def probability(text: str) -> float:
     if 0.0 <= value <= 1.0:
         return value
     raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, found {text!r}")
-
-
-def plot_path(text: str) -> str:
-    """Accept what matplotlib can write."""
-    suffixes = (".png", ".svg", ".pdf")
-    if text.endswith(suffixes):
-        return text
-    raise argparse.ArgumentTypeError(
-        f"expected a name that ends in {', '.join(suffixes)}, found {text!r}"
-    )
 
 
 def _number(text: str) -> float:

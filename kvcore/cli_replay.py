@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
-from pathlib import Path
 
 from kvcore.cli_options import (
     SYNTHETIC_BLOCKS,
@@ -14,14 +12,14 @@ from kvcore.cli_options import (
     UsageError,
     add_load,
     add_steps,
-    check_outputs,
     load_trace,
-    plot_path,
     pool_blocks,
     resume_cost,
     step_time_of,
+    steps_of,
     whole,
 )
+from kvcore.cli_output import add_json, add_plot, check_outputs, is_drawn, write_json
 from kvcore.engine_replay import EngineOptions
 from kvcore.eviction import LRU, SegmentedLRU
 from kvcore.hit_rate_curve import hit_rate_curve
@@ -125,16 +123,8 @@ def add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="whether that is always so, or only if cheaper than recomputing (default always)",
     )
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--json", metavar="FILE", help="write the numbers as JSON; - for standard output"
-    )
-    output.add_argument(
-        "--plot",
-        type=plot_path,
-        metavar="FILE",
-        help="draw the pool over time, and the hit rate over its size if prompts share: "
-        ".png, .svg, .pdf",
-    )
+    add_json(output)
+    add_plot(output, "draw the pool over time, and the hit rate over its size if prompts share")
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -174,20 +164,11 @@ def _replay(options: argparse.Namespace) -> int:
         if bar is not None:
             bar.clear()
 
-    code = DONE
     curve = hit_rate_curve(trace) if sharing and options.plot else None
-    document = json.dumps(as_json(trace, result, curve), indent=2)
-    if options.json == "-":
-        print(document)
-    elif options.json:
-        Path(options.json).write_text(document + "\n", encoding="utf-8")
-    plot_missing = False
-    if options.plot:
-        try:
-            save_plot(trace, result, options.plot, curve)
-        except ImportError as error:
-            print(f"kvcore: {options.plot} was not drawn: {error}", file=sys.stderr)
-            plot_missing, code = True, FAILED
+    write_json(as_json(trace, result, curve), options.json)
+    plot_missing = bool(options.plot) and not is_drawn(
+        lambda: save_plot(trace, result, options.plot, curve), options.plot
+    )
     if options.json != "-":
         print(as_table(trace, result))
         if plot_missing or (sys.stdout.isatty() and not options.plot):
@@ -195,7 +176,7 @@ def _replay(options: argparse.Namespace) -> int:
             print()
             print(as_text_plot(result, width=width, ascii_only=not _speaks_unicode()))
     sys.stdout.flush()
-    return code
+    return FAILED if plot_missing else DONE
 
 
 def _engine(options: argparse.Namespace, watermark: int) -> EngineOptions | None:
@@ -211,27 +192,20 @@ def _engine(options: argparse.Namespace, watermark: int) -> EngineOptions | None
             f"--token-budget {options.token_budget} is too little for {max(running, 1)} running "
             f"sequences of {each} tokens a step"
         )
-    if options.draft_tokens and options.in_flight:
-        raise UsageError("--draft-tokens and --in-flight do not go together")
+    steps = steps_of(options)
     if options.swap != "always" and not options.host_blocks:
         raise UsageError(f"--swap {options.swap} needs --host-blocks")
     cost = resume_cost(options.block_size)
     order = options.order or ("priority" if options.victim == "priority" else "fcfs")
     return EngineOptions(
         options.token_budget,
-        max_partial_prefills=options.max_partial_prefills,
         order=ORDERS[order],
         victim=victim_of(options.victim, cost, swaps=bool(options.host_blocks)),
         admission=admission_of(options.admission, watermark),
         host_blocks=options.host_blocks,
         swap=cost if options.swap == "cheapest" else None,
         cost=cost,
-        draft_tokens=options.draft_tokens,
-        acceptance=options.acceptance,
-        window=options.window,
-        sink_tokens=options.sinks,
-        in_flight=options.in_flight,
-        seed=options.seed,
+        **steps,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,14 +11,14 @@ from kvcore.cli_options import (
     UsageError,
     add_load,
     add_steps,
-    check_outputs,
     load_trace,
-    plot_path,
     positive,
     resume_cost,
     step_time_of,
+    steps_of,
     whole,
 )
+from kvcore.cli_output import add_json, add_plot, check_outputs, is_drawn, write_json
 from kvcore.engine_replay import EngineOptions
 from kvcore.policy_choices import ADMISSIONS, ORDERS, SWAPS, VICTIMS
 from kvcore.progress import ProgressBar
@@ -99,31 +98,19 @@ def add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     parallel.add_argument("--ray", action="store_true", help="on a Ray cluster; needs kvcore[ray]")
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--json", metavar="FILE", help="write the numbers as JSON; - for standard output"
-    )
+    add_json(output)
     output.add_argument("--csv", metavar="FILE", help="write the numbers as CSV")
-    output.add_argument(
-        "--plot", type=plot_path, metavar="FILE", help="draw them: .png, .svg, .pdf"
-    )
+    add_plot(output, "draw them")
 
 
 def _sweep(options: argparse.Namespace) -> int:
     check_outputs(options.json, options.csv, options.plot)
-    if options.draft_tokens and options.in_flight:
-        raise UsageError("--draft-tokens and --in-flight do not go together")
     settings = SweepSettings(
         EngineOptions(
             options.token_budget,
-            max_partial_prefills=options.max_partial_prefills,
             order=ORDERS[options.order],
             cost=resume_cost(options.block_size),
-            draft_tokens=options.draft_tokens,
-            acceptance=options.acceptance,
-            window=options.window,
-            sink_tokens=options.sinks,
-            in_flight=options.in_flight,
-            seed=options.seed,
+            **steps_of(options),
         ),
         block_size=options.block_size,
         max_running=options.max_running,
@@ -149,21 +136,13 @@ def _sweep(options: argparse.Namespace) -> int:
         if bar is not None:
             bar.clear()
 
-    code = DONE
-    document = json.dumps(sweep_json(trace, result), indent=2)
-    if options.json == "-":
-        print(document)
-    elif options.json:
-        Path(options.json).write_text(document + "\n", encoding="utf-8")
+    write_json(sweep_json(trace, result), options.json)
     if options.csv:
         Path(options.csv).write_text(sweep_csv(result), encoding="utf-8")
-    if options.plot:
-        try:
-            save_sweep_plot(trace, result, options.plot)
-        except ImportError as error:
-            print(f"kvcore: {options.plot} was not drawn: {error}", file=sys.stderr)
-            code = FAILED
+    plot_missing = bool(options.plot) and not is_drawn(
+        lambda: save_sweep_plot(trace, result, options.plot), options.plot
+    )
     if options.json != "-":
         print(sweep_table(trace, result))
     sys.stdout.flush()
-    return code
+    return FAILED if plot_missing else DONE

@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 
 from kvcore.hit_rate_curve import HitRateCurve
+from kvcore.plot_style import FRAME, INK, styled_figure
 from kvcore.replay_result import ReplayResult
 from kvcore.report import by_column
 from kvcore.trace import Trace
 
 __all__ = ["save_plot"]
 
-INK = "#30343b"
 SHARED = "#1d4e89"
 USED = "#7fb2e5"
 FREE = "#f1f3f5"
-FRAME = "#b8bec7"
 RUNNING = "#2a9d8f"
 WAITING = "#e9a13b"
 PREEMPTED = "#c8443c"
@@ -44,29 +43,10 @@ def save_plot(
     OSError
         The file cannot be written.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
+    size = 11, 7.5 if curve is None else 11
+    with styled_figure(*size, {"legend.borderaxespad": 0.2}) as figure:
         from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ImportError(
-            "plots need matplotlib: pip install kvcore[plot]", name=error.name
-        ) from error
 
-    style: dict[Any, Any] = {
-        "axes.edgecolor": FRAME,
-        "axes.labelcolor": INK,
-        "axes.spines.right": False,
-        "axes.spines.top": False,
-        "font.size": 10,
-        "legend.borderaxespad": 0.2,
-        "legend.frameon": False,
-        "text.color": INK,
-        "xtick.color": INK,
-        "ytick.color": INK,
-    }
-    with rc_context(style):
-        figure = Figure(figsize=(11, 7.5 if curve is None else 11), layout="constrained")
         over_time: Any = figure
         if curve is not None:
             parts: Any = figure.subfigures(2, 1, height_ratios=[7.5, 3.5])

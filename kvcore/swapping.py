@@ -126,17 +126,21 @@ class Swapping:
 
     def _reject(self, step: Step, request: Request) -> None:
         """End a request in host memory whose ids somebody else has taken meanwhile."""
-        assert self.host is not None
         self.roster.swapped.remove(request)
         verdict = Verdict(Reason.LIVE_ID, 0, self.bm.num_available)
+        step.rejected.update(dict.fromkeys(request.members, verdict))
+        self._let_go(request)
+        self.counters.rejected += 1
+
+    def _let_go(self, request: Request) -> None:
+        """Give back all that a request has which is in host memory as a whole."""
+        assert self.host is not None
         for seq in request.members:
             self.host.drop(seq)
             self.roster.forget(seq)
-            step.rejected[seq] = verdict
         request.members.clear()
         for resource in self.resources:
             resource.give(request)
-        self.counters.rejected += 1
 
     def give_up_newest(self, step: Step) -> None:
         """Compute the newest request in host memory again, instead of copying it back.
@@ -149,10 +153,7 @@ class Swapping:
         for seq in last.members:
             n_tokens, prompt, pending = self.host.recall(seq)
             members.append(Member(seq, n_tokens + 1, prompt, pending, n_tokens))
-            self.host.drop(seq)
-            self.roster.forget(seq)
-        for resource in self.resources:
-            resource.give(last)
+        self._let_go(last)
         self.waiting.appendleft(Resumed.of(last, members, waited=False))
         step.preempted.extend(member.seq for member in members)
         self.counters.preemptions_recompute += len(members)

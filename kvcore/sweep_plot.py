@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvcore.plot_style import styled_figure
 from kvcore.sweep import SweepResult, SweepRow
 from kvcore.trace import Trace
 
 __all__ = ["save_sweep_plot"]
 
-INK = "#30343b"
 COLOURS = {"watermark": "#1d4e89", "predicted-peak": "#c8443c", "to-completion": "#2a9d8f"}
 STYLES = {"newest": "-", "priority": ":", "cheapest": "--"}
 MARKERS = {"never": "o", "always": "s", "cheapest": "^"}
@@ -42,26 +42,13 @@ def save_sweep_plot(trace: Trace, result: SweepResult, path: str | Path) -> None
     OSError
         The file cannot be written.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import NullFormatter, NullLocator
-    except ImportError as error:
-        raise ImportError(
-            "plots need matplotlib: pip install kvcore[plot]", name=error.name
-        ) from error
-
     lines: dict[str, list[SweepRow]] = {}
     for row in result.rows:
         lines.setdefault(str(row.policy), []).append(row)
     ratios = sorted({row.ratio for row in result.rows})
-    style: dict[Any, Any] = {
-        "axes.edgecolor": "#b8bec7", "axes.labelcolor": INK, "axes.spines.right": False,
-        "axes.spines.top": False, "axes.grid": True, "grid.color": "#f1f3f5", "font.size": 10,
-        "legend.frameon": False, "text.color": INK, "xtick.color": INK, "ytick.color": INK,
-    }  # fmt: skip
-    with rc_context(style):
-        figure = Figure(figsize=(13, 8.5), layout="constrained")
+    with styled_figure(13, 8.5, {"axes.grid": True, "grid.color": "#f1f3f5"}) as figure:
+        from matplotlib.ticker import NullFormatter, NullLocator
+
         figure.suptitle(
             f"{trace.source}: {len(trace):,} requests, which need {result.needed_blocks:,} blocks"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -55,6 +56,16 @@ def the_path_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """``--step-time`` adds the working directory to the path, as processes inherit it: there
     they would find the sources instead of the installed package."""
     monkeypatch.setattr(sys, "path", sys.path.copy())
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The kernel that copies blocks, compiled for the host."""
+    from emulated_kernel import COMPILER, compile_kernel
+
+    if COMPILER is None or sys.platform == "win32":
+        pytest.skip("no C++ compiler with the flags of gcc")
+    return compile_kernel(tmp_path_factory.mktemp("kernel"))
 
 
 @pytest.fixture(scope="session")

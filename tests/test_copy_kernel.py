@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from copy_cases import KINDS, PAIRS, Pool, check_between_two_pools, check_every_layout
-from emulated_kernel import COMPILER, EmulatedCopier, compile_kernel, load_kernel
+from emulated_kernel import EmulatedCopier, load_kernel
 from numpy.typing import NDArray
 
 from kvcore.copier import plan_copies
@@ -33,13 +33,6 @@ pytestmark = pytest.mark.skipif(
     sys.platform == "win32", reason="the kernel is run as loops with the flags of gcc and clang"
 )
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
-    return compile_kernel(tmp_path_factory.mktemp("kernel"))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from copy_cases import KINDS, PAIRS, PLACES, Pool, check_every_layout
-from emulated_kernel import COMPILER, compile_kernel, load_kernel
+from emulated_kernel import load_kernel
 from fake_cupy import DEFAULT_STREAM, NUM_PROCESSORS, DeviceArray, FakeCupy
 from numpy.typing import NDArray
 
@@ -22,13 +22,6 @@ from kvcore.numpy_copier import NumpyCopier
 from kvcore.planes import NHD, Planes, planes_of
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if COMPILER is None or sys.platform == "win32":
-        pytest.skip("no C++ compiler with the flags of gcc")
-    return compile_kernel(tmp_path_factory.mktemp("kernel"))
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from real_traces import AZURE_CODE, AZURE_CONV, CONVERSATION, real_trace
+from replay_support import trace
 
 from kvcore import Counter, Reason
 from kvcore.admission import PredictedPeak, ToCompletion
@@ -23,18 +24,6 @@ from kvcore.resume_cost import ResumeCost
 from kvcore.trace import Trace
 from kvcore.victim import LowestPriority
 from kvcore.workload import synthetic_trace, with_classes
-
-
-def trace(*requests: tuple[float, int, int], n: int | Sequence[int] = 1) -> Trace:
-    """Requests of (arrival, prompt, output), each with ``n`` samples."""
-    arrivals, prompts, outputs = zip(*requests, strict=True)
-    return Trace(
-        "test",
-        np.array(prompts, np.int64),
-        np.array(outputs, np.int64),
-        np.array(arrivals, float),
-        np.broadcast_to(np.array(n, np.int64), len(requests)),
-    )
 
 
 def run(

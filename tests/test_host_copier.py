@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from copy_cases import KINDS, Pool, copy_obviously
-from emulated_kernel import COMPILER, compile_kernel, load_kernel
+from emulated_kernel import load_kernel
 from fake_cupy import DEFAULT_STREAM, NUM_PROCESSORS, DeviceArray, FakeCupy, FakeDriver
 from numpy.typing import NDArray
 
@@ -27,13 +27,6 @@ from kvcore.host_copier import CROSSOVER_BYTES, FEWEST_FOR_KERNEL, HostCopier
 from kvcore.planes import BLOCK_MAJOR_NHD, HND, NHD, Planes, planes_of
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if COMPILER is None or sys.platform == "win32":
-        pytest.skip("no C++ compiler with the flags of gcc")
-    return compile_kernel(tmp_path_factory.mktemp("kernel"))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeCupy, driver: FakeDriver) -> None:

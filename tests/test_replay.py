@@ -21,6 +21,7 @@ from real_traces import (
     SYNTHETIC,
     real_trace,
 )
+from replay_support import trace
 
 import kvcore.replay
 import kvcore.replay_run
@@ -30,18 +31,6 @@ from kvcore.replay_run import ReplayRun
 from kvcore.trace import Trace
 from kvcore.waiting import WaitingQueue
 from kvcore.workload import at_rate, synthetic_trace
-
-
-def trace(*requests: tuple[float, int, int], n: int | Sequence[int] = 1) -> Trace:
-    """Requests of (arrival, prompt, output), each with ``n`` samples."""
-    arrivals, prompts, outputs = zip(*requests, strict=True)
-    return Trace(
-        "test",
-        np.array(prompts, np.int64),
-        np.array(outputs, np.int64),
-        np.array(arrivals, float),
-        np.broadcast_to(np.array(n, np.int64), len(requests)),
-    )
 
 
 def sharing(
