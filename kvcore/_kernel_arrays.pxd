@@ -4,6 +4,8 @@
 cimport numpy as cnp
 from libc.stdint cimport int32_t, int64_t
 
+from kvcore._array_checks cimport check_c_array, check_no_overlap, check_writable
+
 cdef enum:
     LARGEST_INT32 = 2147483647
 
@@ -25,19 +27,12 @@ cdef inline int check_integers(cnp.ndarray array, str name, int ndim, bint wide=
     ):
         kinds = "int32 or int64" if wide else "int32"
         raise TypeError(f"{name} must be an array of {kinds}, got {array.dtype}")
-    if not (cnp.PyArray_NDIM(array) == ndim and cnp.PyArray_ISCARRAY_RO(array)):
-        raise ValueError(
-            f"{name} must be a contiguous {ndim}-D array in native byte order, got one of "
-            f"shape {(<object>array).shape}"
-        )
-    return 0
+    return check_c_array(array, name, ndim)
 
 
 cdef inline int check_output(cnp.ndarray array, str name, int ndim, bint wide=False) except -1:
     check_integers(array, name, ndim, wide)
-    if not cnp.PyArray_ISWRITEABLE(array):
-        raise ValueError(f"{name} is read-only")
-    return 0
+    return check_writable(array, name)
 
 
 cdef inline int check_parallel(cnp.ndarray array, str name, cnp.ndarray rows) except -1:
@@ -63,7 +58,7 @@ cdef inline int check_room(
 
 cdef inline int check_apart(tuple arrays, tuple names, Py_ssize_t num_outputs) except -1:
     """No output, which come first, shares memory with another array. None is left out."""
-    cdef cnp.ndarray one, other
+    cdef cnp.ndarray one
     cdef Py_ssize_t i, j
     for i in range(num_outputs):
         if arrays[i] is None:
@@ -72,10 +67,5 @@ cdef inline int check_apart(tuple arrays, tuple names, Py_ssize_t num_outputs) e
         for j in range(i + 1, len(arrays)):
             if arrays[j] is None:
                 continue
-            other = arrays[j]
-            if (
-                cnp.PyArray_BYTES(one) < cnp.PyArray_BYTES(other) + cnp.PyArray_NBYTES(other)
-                and cnp.PyArray_BYTES(other) < cnp.PyArray_BYTES(one) + cnp.PyArray_NBYTES(one)
-            ):
-                raise ValueError(f"{names[i]} must not overlap {names[j]} in memory")
+            check_no_overlap(one, names[i], arrays[j], names[j])
     return 0

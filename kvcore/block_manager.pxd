@@ -139,7 +139,9 @@ cdef class BlockManager:
     cdef void write_restored(
         self, int32_t row, Prompt prompt, const int32_t *kept, cnp.npy_intp count
     ) noexcept
-    cdef int no_such_row(self, const int32_t *rows, cnp.npy_intp entry) except -1
+    cdef int no_such_row(
+        self, const int32_t *rows, cnp.npy_intp entry, str name
+    ) except -1
     cdef int too_long(self, int32_t row, int64_t n_tokens) except -1
     cdef cnp.ndarray copies(self, cnp.npy_intp count)
     cdef int reserve_fence(self, int64_t references) except -1

@@ -28,6 +28,7 @@ from weakref import ref as weak_reference
 
 import numpy as np
 
+from kvcore._array_checks cimport check_c_array, check_no_overlap, check_writable
 from kvcore._arguments cimport integer, items, number
 from kvcore._arrays cimport int32_data, int32_table, int32_zeros, int64_data, int64_zeros
 from kvcore.eviction cimport RetentionPriority
@@ -1503,8 +1504,8 @@ cdef class BlockManager:
         cdef int64_t total = check_counts(rows, counts)
         if cnp.PyArray_SIZE(out) < total:
             raise ValueError(f"out has {cnp.PyArray_SIZE(out)} entries for {total} tokens")
-        check_apart(out, "out", rows, "rows")
-        check_apart(out, "out", counts, "counts")
+        check_no_overlap(out, "out", rows, "rows")
+        check_no_overlap(out, "out", counts, "counts")
         with cython.critical_section(self.pool):
             self.prepare_append_counts(row, number_of, count)
             while served < count:
@@ -1550,9 +1551,7 @@ cdef class BlockManager:
         cdef cnp.npy_intp i
         for i in range(count):
             if <uint32_t>rows[i] >= <uint32_t>self.num_rows or self.slab.lengths[rows[i]] < 0:
-                raise ValueError(
-                    f"{name}: entry {i} is {rows[i]}, which no live sequence has"
-                )
+                self.no_such_row(rows, i, name)
         return 0
 
     cdef int tell_apart(self) except -1:
@@ -1678,7 +1677,7 @@ cdef class BlockManager:
         for i in range(count):
             # A negative row is a large unsigned one.
             if <uint32_t>rows[i] >= num_rows or lengths[rows[i]] < 0:
-                self.no_such_row(rows, i)
+                self.no_such_row(rows, i, "rows")
             length = lengths[rows[i]]
             longest = max(longest, length)
         if longest + <int64_t>count > MAX_TOKENS and self.longest_after(rows, count) > MAX_TOKENS:
@@ -1700,9 +1699,11 @@ cdef class BlockManager:
             self.pair_array = int32_table(count, 2)
         return 0
 
-    cdef int no_such_row(self, const int32_t *rows, cnp.npy_intp entry) except -1:
+    cdef int no_such_row(
+        self, const int32_t *rows, cnp.npy_intp entry, str name
+    ) except -1:
         raise ValueError(
-            f"rows: entry {entry} is {rows[entry]}, which no live sequence has"
+            f"{name}: entry {entry} is {rows[entry]}, which no live sequence has"
         )
 
     cdef int64_t longest_after(self, const int32_t *rows, cnp.npy_intp count) except -1:
@@ -2452,12 +2453,12 @@ cdef class BlockManager:
         cdef cnp.npy_intp count = cnp.PyArray_SIZE(rows), i
         check_array(rows, "rows", sizeof(int32_t), writable=False)
         check_array(pending, "pending", sizeof(int32_t), writable=True)
-        check_apart(pending, "pending", rows, "rows")
+        check_no_overlap(pending, "pending", rows, "rows")
         if sampled is not None:
             if not isinstance(sampled, np.ndarray):
                 raise TypeError(f"sampled must be an array of int32, got {sampled!r}")
             check_array(sampled, "sampled", sizeof(int32_t), writable=False)
-            check_apart(pending, "pending", sampled, "sampled")
+            check_no_overlap(pending, "pending", sampled, "sampled")
             if cnp.PyArray_SIZE(sampled) != count:
                 raise ValueError(
                     f"sampled has {cnp.PyArray_SIZE(sampled)} entries for {count} rows"
@@ -3269,17 +3270,6 @@ cdef int64_t check_counts(cnp.ndarray rows, cnp.ndarray counts) except -1:
     return total
 
 
-cdef int check_apart(
-    cnp.ndarray written, str name, cnp.ndarray read, str other_name
-) except -1:
-    """A ValueError if writing to one array would change the other."""
-    cdef char *start = <char *>cnp.PyArray_DATA(written)
-    cdef char *other = <char *>cnp.PyArray_DATA(read)
-    if start < other + cnp.PyArray_NBYTES(read) and other < start + cnp.PyArray_NBYTES(written):
-        raise ValueError(f"{name} must not overlap {other_name} in memory")
-    return 0
-
-
 cdef int check_array(
     cnp.ndarray array, str name, cnp.npy_intp itemsize, bint writable
 ) except -1:
@@ -3289,14 +3279,8 @@ cdef int check_array(
         and cnp.PyArray_ITEMSIZE(array) == itemsize
     ):
         raise TypeError(f"{name} must be an array of int{8 * itemsize}, got {array.dtype}")
-    if not (cnp.PyArray_NDIM(array) == 1 and cnp.PyArray_ISCARRAY_RO(array)):
-        raise ValueError(
-            f"{name} must be a contiguous 1-D array in native byte order, got one of "
-            f"shape {np.shape(array)}"
-        )
-    if writable and not cnp.PyArray_ISWRITEABLE(array):
-        raise ValueError(f"{name} is read-only")
-    return 0
+    check_c_array(array, name, 1)
+    return check_writable(array, name) if writable else 0
 
 
 # ---------------------------------------------------------------- a table as Python sees it
