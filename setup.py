@@ -111,6 +111,7 @@ setup(
             "peak",
             "kernel_metadata",
             "kernel_layouts",
+            "copy_hazards",
         )
     ],
     # One directory a kind of build: objects of one must never end up in another's wheel.

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kvcore.copy_hazards import check_batch
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -95,28 +97,7 @@ def plan_copies(
     Raises what ``BlockCopier.copy`` does.
     """
     pairs = _int32(pairs, "pairs", (-1, 2))
-    # Lists: for eight pairs they take a fifth of the time of arrays, for 512 three times as much,
-    # which is little beside copying 512 blocks.
-    batch = pairs.tolist()
-    is_one_pool = source.shares_memory(destination)
-    read = {src for src, dst in batch if dst >= 0} if is_one_pool else set()
-    written: dict[int, int] = {}
-    for place, (src, dst) in enumerate(batch):
-        if src < 0 or dst < 0:
-            continue
-        problem = None
-        if src >= source.num_blocks:
-            problem = f"a source that is not below {source.num_blocks}"
-        elif dst >= destination.num_blocks:
-            problem = f"a destination that is not below {destination.num_blocks}"
-        elif dst in written:
-            problem = f"the destination of pairs[{written[dst]}]; a batch may write a block once"
-        elif dst in read:
-            problem = "a destination that is also a source; the copies of a batch have no order"
-        if problem is not None:
-            raise ValueError(f"pairs[{place}] ({src}, {dst}) has {problem}")
-        written[dst] = place
-
+    check_batch(pairs, source.num_blocks, destination.num_blocks, source.shares_memory(destination))
     if n_tokens is not None:
         n_tokens = _int32(n_tokens, "n_tokens", (len(pairs),))
         most = source.block_size

@@ -28,6 +28,7 @@ COMPILED = (
     "peak",
     "kernel_metadata",
     "kernel_layouts",
+    "copy_hazards",
 )
 
 needs_source_tree = pytest.mark.skipif(

@@ -20,6 +20,7 @@ COMPILED = (
     "kvcore.peak",
     "kvcore.kernel_metadata",
     "kvcore.kernel_layouts",
+    "kvcore.copy_hazards",
 )
 
 
